@@ -1,0 +1,45 @@
+"""Delta checkpoints for Orbax: every save writes only what changed of a pytree.
+
+    manager = ocp.CheckpointManager(root, handler_registry=handler_registry())
+
+Names are loaded when they are first used, so that the command line starts without jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from orbax_delta.errors import ConflictError as ConflictError
+from orbax_delta.errors import CorruptionError as CorruptionError
+from orbax_delta.errors import DeltaError as DeltaError
+from orbax_delta.errors import FormatError as FormatError
+from orbax_delta.errors import InvalidInputError as InvalidInputError
+from orbax_delta.errors import NotFoundError as NotFoundError
+from orbax_delta.errors import StorageError as StorageError
+from orbax_delta.errors import StructureError as StructureError
+from orbax_delta.errors import UnsupportedVersionError as UnsupportedVersionError
+from orbax_delta.options import DeltaOptions as DeltaOptions
+from orbax_delta.reports import RestoreReport as RestoreReport
+from orbax_delta.reports import SaveReport as SaveReport
+
+if TYPE_CHECKING:
+    from orbax_delta.handler import DeltaCheckpointHandler as DeltaCheckpointHandler
+    from orbax_delta.handler import DeltaRestore as DeltaRestore
+    from orbax_delta.handler import DeltaSave as DeltaSave
+    from orbax_delta.handler import handler_registry as handler_registry
+    from orbax_delta.recovery import restore_latest_good as restore_latest_good
+    from orbax_delta.steps import save_report as save_report
+
+_LAZY = {
+    "DeltaCheckpointHandler": "handler",
+    "DeltaRestore": "handler",
+    "DeltaSave": "handler",
+    "handler_registry": "handler",
+    "restore_latest_good": "recovery",
+    "save_report": "steps",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"orbax_delta.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'orbax_delta' has no attribute {name!r}")

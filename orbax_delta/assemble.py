@@ -1,0 +1,280 @@
+"""From stored leaves to the leaves a caller wants: regions to fill, arrays to make.
+
+`plan_leaf` says which regions of a leaf are needed on this process; once they are
+filled, `LeafPlan.finish` makes the leaf. Nothing is cast or cut without being asked.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orbax_delta import chunks, leaves, shardings
+from orbax_delta.chunks import Box
+from orbax_delta.errors import StructureError
+from orbax_delta.manifests import VALUE_KINDS, LeafEntry
+from orbax_delta.targets import Make, Wanted
+
+_logger = logging.getLogger("orbax_delta")
+
+_MAKE_OF_KIND = {
+    "jax": Make.JAX,
+    "key": Make.JAX,
+    "numpy": Make.NUMPY,
+    "numpy_scalar": Make.NUMPY_SCALAR,
+    "str": Make.PYTHON,
+    "bytes": Make.PYTHON,
+}
+_TEXT_KINDS = ("str", "bytes")
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class LeafPlan:
+    """One leaf on its way back.
+
+    Attributes:
+        entry: What is stored.
+        wanted: What is asked for, with SAVED resolved.
+        buffers: Regions of the stored leaf that are needed, to be filled.
+    """
+
+    entry: LeafEntry
+    wanted: Wanted
+    buffers: Mapping[Box, np.ndarray]
+
+    def finish(self) -> Any:
+        """The leaf, once all buffers are filled."""
+        entry, wanted = self.entry, self.wanted
+        if wanted.make is Make.NOTHING:
+            return ...
+        if entry.kind in VALUE_KINDS:
+            return _from_value(entry, wanted)
+        if entry.kind in _TEXT_KINDS:
+            return leaves.text_value(entry, self._whole())
+        if entry.kind == "key":
+            return _key(entry, self._whole(), wanted)
+        if wanted.make is Make.JAX:
+            return _jax_array(self)
+        array = _cast(self._whole(), wanted, entry)
+        if wanted.make is Make.NUMPY:
+            return array
+        if wanted.make is Make.NUMPY_SCALAR:
+            return array[()]
+        return _python(array.item(), wanted, entry)
+
+    def _whole(self) -> np.ndarray:
+        (array,) = self.buffers.values()
+        return array
+
+
+def plan_leaf(entry: LeafEntry, wanted: Wanted, *, moved: list[str]) -> LeafPlan:
+    """What has to be read to make one leaf.
+
+    Args:
+        entry: What is stored.
+        wanted: What is asked for.
+        moved: Gets the name of a leaf whose devices are not here, which therefore
+            comes back as numpy.
+
+    Raises:
+        StructureError: The leaf cannot become what is asked for.
+    """
+    if wanted.make is Make.SAVED:
+        make = _MAKE_OF_KIND.get(entry.kind, Make.PYTHON)
+        wanted = dataclasses.replace(wanted, make=make)
+    _check(entry, wanted)
+    if wanted.make is Make.JAX:
+        wanted = _placed(entry, wanted, moved)
+    regions = _regions(entry, wanted)
+    dtype = entry.element.dtype if regions else None
+    buffers = {
+        box: np.zeros(chunks.box_shape(box), dtype) for box in dict.fromkeys(regions)
+    }
+    return LeafPlan(entry=entry, wanted=wanted, buffers=buffers)
+
+
+def _logical_shape(entry: LeafEntry) -> tuple[int, ...]:
+    """Shape of the leaf as users know it; key data has trailing dimensions."""
+    return entry.shape[:-1] if entry.kind == "key" else entry.shape
+
+
+def _check(entry: LeafEntry, wanted: Wanted) -> None:
+    if wanted.make is Make.NOTHING:
+        return
+    stored = f"leaf {entry.name} is stored as {_describe(entry)}"
+    asked_key = wanted.dtype is not None and jnp.issubdtype(
+        wanted.dtype, jax.dtypes.prng_key
+    )
+    if entry.kind in _TEXT_KINDS:
+        if wanted.make is not Make.PYTHON or (wanted.python or str) not in (str, bytes):
+            raise StructureError(f"{stored}; the target asks for {wanted.make.value}")
+        if wanted.python not in (None, {"str": str, "bytes": bytes}[entry.kind]):
+            raise StructureError(f"{stored}; the target is a {wanted.python}")
+        return
+    if wanted.python in (str, bytes):
+        raise StructureError(f"{stored}; the target is a {wanted.python.__name__}")
+    if entry.kind == "key":
+        if wanted.make is not Make.JAX or (wanted.dtype is not None and not asked_key):
+            raise StructureError(
+                f"{stored}; the target asks for {wanted.make.value} of dtype "
+                f"{wanted.dtype}. Give a typed key (jax.random.key) as target"
+            )
+    elif asked_key:
+        raise StructureError(
+            f"{stored}; the target is a typed key. Restore the array and call "
+            "jax.random.wrap_key_data"
+        )
+    shape = () if wanted.make is Make.PYTHON else wanted.shape
+    if wanted.make is Make.PYTHON and entry.kind in VALUE_KINDS:
+        return
+    logical = _logical_shape(entry)
+    if shape is None or shape == logical:
+        return
+    if wanted.strict or len(shape) != len(logical) or entry.kind == "key":
+        raise StructureError(f"{stored}; the target asks for shape {shape}")
+
+
+def _describe(entry: LeafEntry) -> str:
+    if entry.kind in VALUE_KINDS or entry.kind in _TEXT_KINDS:
+        return f"a Python {entry.kind}"
+    if entry.kind == "key":
+        return f"typed keys ({entry.value}) of shape {_logical_shape(entry)}"
+    return f"{entry.dtype} of shape {entry.shape}"
+
+
+def _placed(entry: LeafEntry, wanted: Wanted, moved: list[str]) -> Wanted:
+    """Resolve where a jax array goes: as asked, as saved, or the default device."""
+    by_target = wanted.dtype is not None
+    if entry.kind != "key":
+        dtype = np.dtype(_dtype(wanted, entry))
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            if by_target:
+                raise StructureError(
+                    f"leaf {entry.name} is wanted as a jax array of {dtype}, which "
+                    "this process would shorten. Set jax_enable_x64, or ask for numpy "
+                    "or for a narrower dtype"
+                )
+            moved.append(entry.name)
+            return dataclasses.replace(wanted, make=Make.NUMPY)
+    if wanted.sharding is not None:
+        return wanted
+    sharding = shardings.from_document(entry.sharding)
+    if sharding is not None:
+        return dataclasses.replace(wanted, sharding=sharding)
+    if entry.kind in ("jax", "key"):
+        moved.append(entry.name)
+    if not by_target and entry.kind != "key":
+        return dataclasses.replace(wanted, make=Make.NUMPY)
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return dataclasses.replace(wanted, sharding=here)
+
+
+def _dtype(wanted: Wanted, entry: LeafEntry) -> Any:
+    return entry.element.dtype if wanted.dtype is None else wanted.dtype
+
+
+def _regions(entry: LeafEntry, wanted: Wanted) -> Sequence[Box]:
+    if wanted.make is Make.NOTHING or entry.kind in VALUE_KINDS:
+        return ()
+    if wanted.make is Make.JAX and entry.kind != "key":
+        return [box for _, box in _device_boxes(wanted, entry)]
+    shape = entry.shape if wanted.shape is None else wanted.shape
+    return [chunks.whole(entry.shape if entry.kind == "key" else shape)]
+
+
+def _device_boxes(wanted: Wanted, entry: LeafEntry) -> list[tuple[jax.Device, Box]]:
+    shape = entry.shape if wanted.shape is None else wanted.shape
+    try:
+        indices = _sharding(wanted).addressable_devices_indices_map(shape)
+    except ValueError as error:
+        raise StructureError(
+            f"leaf {entry.name} of shape {shape} does not fit its target sharding: "
+            f"{error}"
+        ) from error
+    return [
+        (device, leaves.index_box(index, shape))
+        for device, index in indices.items()
+        if index is not None
+    ]
+
+
+def _sharding(wanted: Wanted) -> jax.sharding.Sharding:
+    if wanted.sharding is None:
+        raise AssertionError("_placed gives every jax array a sharding")
+    return wanted.sharding
+
+
+def _jax_array(plan: LeafPlan) -> jax.Array:
+    wanted, entry = plan.wanted, plan.entry
+    shape = entry.shape if wanted.shape is None else wanted.shape
+    cast = {box: _cast(data, wanted, entry) for box, data in plan.buffers.items()}
+    sharding = _sharding(wanted)
+    arrays = [
+        jax.device_put(
+            cast[box],
+            jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
+        )
+        for device, box in _device_boxes(wanted, entry)
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _cast(array: np.ndarray, wanted: Wanted, entry: LeafEntry) -> np.ndarray:
+    if wanted.dtype is None or np.dtype(wanted.dtype) == array.dtype:
+        return array
+    to = np.dtype(wanted.dtype)
+    if jnp.issubdtype(array.dtype, jnp.inexact) and not jnp.issubdtype(to, jnp.inexact):
+        _logger.warning(
+            "leaf %s is cast from %s to %s, as its target asks; fractions are lost",
+            entry.name,
+            array.dtype,
+            to,
+        )
+    with np.errstate(all="ignore"):
+        return array.astype(to)
+
+
+def _key(entry: LeafEntry, data: np.ndarray, wanted: Wanted) -> jax.Array:
+    keys: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=entry.value)
+    if wanted.dtype is not None and keys.dtype != wanted.dtype:
+        raise StructureError(
+            f"leaf {entry.name} is stored as typed keys ({entry.value}); the target's "
+            f"dtype is {wanted.dtype}"
+        )
+    if wanted.sharding is not None:
+        keys = jax.device_put(keys, wanted.sharding)
+    return keys
+
+
+def _from_value(entry: LeafEntry, wanted: Wanted) -> Any:
+    value = leaves.plain_value(entry)
+    if wanted.make is Make.PYTHON:
+        return _python(value, wanted, entry)
+    array = np.asarray(value)
+    if array.dtype == object:
+        raise StructureError(
+            f"leaf {entry.name} holds an int that fits no array; the target asks for "
+            f"{wanted.make.value}"
+        )
+    array = _cast(array, wanted, entry)
+    if wanted.make is Make.NUMPY:
+        return array
+    if wanted.make is Make.NUMPY_SCALAR:
+        return array[()]
+    return jax.device_put(array, wanted.sharding)
+
+
+def _python(value: Any, wanted: Wanted, entry: LeafEntry) -> Any:
+    if wanted.python is None or type(value) is wanted.python:
+        return value
+    try:
+        return wanted.python(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StructureError(
+            f"leaf {entry.name} holds a {type(value).__name__}, which cannot become "
+            f"the target's {wanted.python.__name__}: {error}"
+        ) from error

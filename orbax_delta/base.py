@@ -1,0 +1,154 @@
+"""What is stored of an item and, where it is at hand, the content of it.
+
+Rows and content of the last committed save (or restored step), by leaf path and box.
+An entry that a save replaces is valid once that save commits; an abort forgets every
+entry that the save touched, so the next record of those chunks is full.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Set
+
+from orbax_delta import records
+from orbax_delta.chunks import Box
+from orbax_delta.codecs import Bytes
+from orbax_delta.manifests import LeafEntry
+from orbax_delta.parts import Row
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Entry:
+    """One stored chunk.
+
+    Attributes:
+        row: Where it is stored.
+        content: Private copy of its content; None: not held, it can be read.
+    """
+
+    row: Row
+    content: Bytes | None
+
+    def checked_content(self) -> Bytes | None:
+        """The content if it still is what the row says (memory can rot too)."""
+        if self.content is None or records.digest(self.content) != self.row.digest:
+            return None
+        return self.content
+
+
+@dataclasses.dataclass(slots=True)
+class _LeafBase:
+    dtype: str
+    shape: tuple[int, ...]
+    entries: dict[Box, Entry]
+
+
+class Base:
+    """Entries of one item, with the identity of the save they come from.
+
+    Attributes:
+        store_uuid: Store that the rows point into.
+        save_index: Saves up to and including the one the rows come from.
+        predecessor: What the next MANIFEST says of that save; None before any.
+    """
+
+    def __init__(
+        self,
+        *,
+        store_uuid: str = "",
+        save_index: int = -1,
+        predecessor: Mapping[str, object] | None = None,
+    ) -> None:
+        self.store_uuid = store_uuid
+        self.save_index = save_index
+        self.predecessor = predecessor
+        self._leaves: dict[str, _LeafBase] = {}
+        self._touched: list[tuple[str, Box]] = []
+
+    @classmethod
+    def of_step(
+        cls,
+        leaves: Iterable[LeafEntry],
+        rows: Iterable[Row],
+        *,
+        store_uuid: str,
+        save_index: int,
+        predecessor: Mapping[str, object],
+    ) -> "Base":
+        """The base that a restored step leaves behind: rows without content."""
+        base = cls(
+            store_uuid=store_uuid, save_index=save_index, predecessor=predecessor
+        )
+        entries = list(leaves)
+        for row in rows:
+            base._put(entries[row.leaf], Entry(row=row, content=None))
+        return base
+
+    def known_boxes(self, leaf: LeafEntry) -> Set[Box]:
+        """Boxes in which `leaf` is stored; none if its dtype or shape has changed."""
+        found = self._match(leaf)
+        return found.entries.keys() if found else frozenset()
+
+    def get(self, leaf: LeafEntry, box: Box) -> Entry | None:
+        """The stored chunk, if there is one of the same dtype and shape."""
+        found = self._match(leaf)
+        return found.entries.get(box) if found else None
+
+    def _match(self, leaf: LeafEntry) -> _LeafBase | None:
+        found = self._leaves.get(leaf.name)
+        if found and (found.dtype, found.shape) == (leaf.dtype, leaf.shape):
+            return found
+        return None
+
+    def _put(self, leaf: LeafEntry, entry: Entry) -> None:
+        found = self._match(leaf)
+        if found is None:
+            found = _LeafBase(leaf.dtype, leaf.shape, {})
+            self._leaves[leaf.name] = found
+        found.entries[entry.row.box] = entry
+
+    def packs(self) -> set[str]:
+        """Names of all packs that the rows refer to."""
+        return {
+            ref.pack
+            for leaf in self._leaves.values()
+            for entry in leaf.entries.values()
+            for ref in entry.row.refs
+            if ref.pack
+        }
+
+    def forget_packs(self, gone: Set[str]) -> int:
+        """Drop entries that need a pack of `gone`; returns how many."""
+        dropped = 0
+        for leaf in self._leaves.values():
+            for box, entry in list(leaf.entries.items()):
+                if any(ref.pack in gone for ref in entry.row.refs):
+                    del leaf.entries[box]
+                    dropped += 1
+        return dropped
+
+    def touch(self, leaf: LeafEntry, box: Box) -> None:
+        """Announce that a running save is about to change this entry's content."""
+        self._touched.append((leaf.name, box))
+
+    def commit(
+        self,
+        stored: Iterable[tuple[LeafEntry, Entry]],
+        *,
+        store_uuid: str,
+        predecessor: Mapping[str, object],
+    ) -> None:
+        """Take over the rows of a committed save; entries it lacks are dropped."""
+        self._touched.clear()
+        self._leaves.clear()
+        for leaf, entry in stored:
+            self._put(leaf, entry)
+        self.store_uuid = store_uuid
+        self.save_index += 1
+        self.predecessor = predecessor
+
+    def abort(self) -> None:
+        """Forget what a failed save touched; its content no longer fits its row."""
+        for name, box in self._touched:
+            leaf = self._leaves.get(name)
+            if leaf:
+                leaf.entries.pop(box, None)
+        self._touched.clear()

@@ -1,0 +1,296 @@
+"""What changed: chunks of a snapshot compared with what is stored of them.
+
+A chunk is unchanged if its digest is the stored one. Of the others, constant ones need
+no record, and one that is bit for bit a copy or a defined cast of another chunk of the
+same save is derived from it. Does not belong here: coding, writing.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import xxhash
+
+from orbax_delta import chunks, codecs, dtypes, records
+from orbax_delta.background import Pool
+from orbax_delta.base import Base, Entry
+from orbax_delta.chunks import Box
+from orbax_delta.codecs import Bytes
+from orbax_delta.dtypes import Rule
+from orbax_delta.leaves import HostLeaf
+from orbax_delta.manifests import LeafEntry
+from orbax_delta.options import DeltaOptions
+from orbax_delta.parts import Ref
+
+_SAMPLE_ELEMENTS = 64
+_MAX_CANDIDATES = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One chunk of the snapshot and what is stored in its place.
+
+    Attributes:
+        leaf_index: Index of its leaf.
+        leaf: Its leaf.
+        box: Its place in the leaf.
+        shard: Box and host array of the shard that it lies in.
+        stored: The entry of the base, if any.
+    """
+
+    leaf_index: int
+    leaf: LeafEntry
+    box: Box
+    shard: tuple[Box, np.ndarray]
+    stored: Entry | None
+
+    def content(self) -> Bytes:
+        """`uint8[n]`, a view where the chunk is contiguous."""
+        origin, array = self.shard
+        piece = array[chunks.slices(self.box, origin)]
+        return self.leaf.element.to_content(np.asarray(piece))
+
+    @property
+    def content_bytes(self) -> int:
+        """Size of the content."""
+        return self.leaf.element.content_bytes(self.element_count)
+
+    @property
+    def element_count(self) -> int:
+        """Elements in the chunk."""
+        return chunks.element_count(self.box)
+
+    @property
+    def spread(self) -> int:
+        """A number fixed by leaf and box, to stagger periodic work."""
+        name = f"{self.leaf.name} {self.box}".encode("utf-8", "surrogatepass")
+        return xxhash.xxh3_64_intdigest(name)
+
+
+class Status(enum.Enum):
+    """What a save has to do about a chunk."""
+
+    SAME = "reference"
+    CONSTANT = "constant"
+    DERIVED = "derived"
+    CHANGED = "changed"
+    REFRESH = "refresh"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A chunk compared.
+
+    Attributes:
+        chunk: The chunk.
+        status: What to do.
+        digest: Digest of its content now.
+        word: The element of a constant chunk.
+        source: Index of the finding that a derived chunk follows from.
+        rule: The cast by which it follows; NONE: it is a copy.
+    """
+
+    chunk: Chunk
+    status: Status
+    digest: bytes
+    word: bytes = b""
+    source: int = -1
+    rule: Rule = Rule.NONE
+
+
+def cut(
+    leaves: Sequence[HostLeaf], base: Base, options: DeltaOptions
+) -> Iterator[Chunk]:
+    """All chunks of a snapshot, in order of leaf and box."""
+    for index, leaf in enumerate(leaves):
+        known = base.known_boxes(leaf.entry)
+        for shard in leaf.shards:
+            for box in _boxes(shard, known, options.chunk_bytes):
+                yield Chunk(
+                    leaf_index=index,
+                    leaf=leaf.entry,
+                    box=box,
+                    shard=shard,
+                    stored=base.get(leaf.entry, box),
+                )
+
+
+def _boxes(
+    shard: tuple[Box, np.ndarray], known: Iterable[Box], chunk_bytes: int
+) -> list[Box]:
+    box, array = shard
+    # Never by the width of narrow elements: a bf16 copy is cut as its fp32 master is.
+    max_elements = max(1, chunk_bytes // max(4, array.dtype.itemsize))
+    fresh = list(chunks.cut(box, max_elements))
+    known = set(known)
+    if not known or known.issuperset(fresh):
+        return fresh
+    return chunks.recut(box, known, max_elements)
+
+
+def compare(
+    wanted: Sequence[Chunk], options: DeltaOptions, executor: Pool
+) -> list[Finding]:
+    """Look at every chunk once and find what each follows from."""
+    seen = list(executor.map(lambda chunk: _look(chunk, options), wanted))
+    return _find_sources(seen, executor)
+
+
+def _look(chunk: Chunk, options: DeltaOptions) -> Finding:
+    content = chunk.content()
+    found = records.digest(content)
+    row = chunk.stored.row if chunk.stored else None
+    if row is not None and row.digest == found:
+        due = row.age + 1 >= options.refresh_every and row.refs[-1].pack
+        refresh = due and row.rule is Rule.NONE
+        status = Status.REFRESH if refresh else Status.SAME
+        return Finding(chunk=chunk, status=status, digest=found)
+    word = codecs.constant_word(content, chunk.leaf.element.word_bytes)
+    if word is not None:
+        return Finding(chunk=chunk, status=Status.CONSTANT, digest=found, word=word)
+    return Finding(chunk=chunk, status=Status.CHANGED, digest=found)
+
+
+def _find_sources(seen: list[Finding], executor: Pool) -> list[Finding]:
+    """Mark what is a copy or cast of another chunk as derived."""
+    kept_lists = {
+        finding.chunk.stored.row.refs
+        for finding in seen
+        if finding.status is Status.SAME
+        and finding.chunk.stored
+        and finding.chunk.stored.row.rule is Rule.NONE
+    }
+    targets = [
+        index for index, finding in enumerate(seen) if _may_follow(finding, kept_lists)
+    ]
+    roots = _roots(seen, targets)
+    copies = {
+        index: root
+        for index in targets
+        if (root := roots.get(_content_key(seen[index]), index)) != index
+    }
+    confirmed = _confirm_copies(seen, copies, executor)
+    alone = [index for index in targets if index not in confirmed]
+    casts = _casts(seen, alone, kept=set(alone) | _own_records(seen), executor=executor)
+    result = list(seen)
+    for index, (source, rule) in casts.items():
+        result[index] = dataclasses.replace(
+            seen[index], status=Status.DERIVED, source=source, rule=rule
+        )
+    for index, root in confirmed.items():
+        # A copy of something that is itself cast follows from that one's source.
+        source, rule = casts.get(root, (root, Rule.NONE))
+        result[index] = dataclasses.replace(
+            seen[index], status=Status.DERIVED, source=source, rule=rule
+        )
+    return result
+
+
+def _may_follow(finding: Finding, kept_lists: set[tuple[Ref, ...]]) -> bool:
+    """Changed, or derived from a list that its source is about to leave behind."""
+    if finding.status in (Status.CHANGED, Status.REFRESH):
+        return True
+    stored = finding.chunk.stored
+    return (
+        finding.status is Status.SAME
+        and stored is not None
+        and stored.row.rule is not Rule.NONE
+        and stored.row.refs not in kept_lists
+    )
+
+
+def _own_records(seen: Sequence[Finding]) -> set[int]:
+    """Findings that keep their stored row, which is not itself derived."""
+    return {
+        index
+        for index, finding in enumerate(seen)
+        if finding.status is Status.SAME
+        and finding.chunk.stored
+        and finding.chunk.stored.row.rule is Rule.NONE
+    }
+
+
+def _content_key(finding: Finding) -> tuple[bytes, int, int]:
+    chunk = finding.chunk
+    return finding.digest, chunk.content_bytes, chunk.leaf.element.word_bytes
+
+
+def _roots(
+    seen: Sequence[Finding], targets: Sequence[int]
+) -> Mapping[tuple[bytes, int, int], int]:
+    """For each content the first chunk that has it, stored ones before new ones."""
+    roots: dict[tuple[bytes, int, int], int] = {}
+    for index in (*sorted(_own_records(seen)), *targets):
+        roots.setdefault(_content_key(seen[index]), index)
+    return roots
+
+
+def _confirm_copies(
+    seen: Sequence[Finding], copies: Mapping[int, int], executor: Pool
+) -> dict[int, int]:
+    def equal(pair: tuple[int, int]) -> bool:
+        left, right = (seen[index].chunk.content() for index in pair)
+        return bool(np.array_equal(left, right))
+
+    agreed = executor.map(equal, copies.items())
+    return {pair[0]: pair[1] for pair, same in zip(copies.items(), agreed) if same}
+
+
+_CastKey = tuple[str, tuple[int, ...], Box, bytes]
+
+
+def _casts(
+    seen: Sequence[Finding], targets: Sequence[int], *, kept: set[int], executor: Pool
+) -> dict[int, tuple[int, Rule]]:
+    """Targets that are casts of a chunk of `kept`, found by a sample of elements."""
+    wanted = [
+        index
+        for index in targets
+        if seen[index].chunk.leaf.dtype in dtypes.CAST_TARGETS
+    ]
+    if not wanted:
+        return {}
+    places = {(seen[i].chunk.leaf.shape, seen[i].chunk.box) for i in wanted}
+    candidates: dict[_CastKey, list[int]] = {}
+    for index in sorted(kept):
+        chunk = seen[index].chunk
+        if (
+            chunk.leaf.dtype == dtypes.CAST_SOURCE
+            and (chunk.leaf.shape, chunk.box) in places
+        ):
+            for key in _cast_keys(chunk):
+                candidates.setdefault(key, []).append(index)
+
+    def verify(index: int) -> tuple[int, Rule] | None:
+        chunk = seen[index].chunk
+        rule = dtypes.cast_rule(chunk.leaf.dtype)
+        content = chunk.content()
+        key = _cast_key(chunk, chunk.leaf.dtype, _sample(content, chunk))
+        for source in candidates.get(key, ())[:_MAX_CANDIDATES]:
+            cast = dtypes.derive(rule, seen[source].chunk.content())
+            if cast is not None and np.array_equal(cast, content):
+                return source, rule
+        return None
+
+    found = zip(wanted, executor.map(verify, wanted))
+    return {index: source for index, source in found if source is not None}
+
+
+def _sample(content: Bytes, chunk: Chunk) -> Bytes:
+    """A few elements, evenly spread."""
+    rows = content.reshape(-1, chunk.leaf.element.word_bytes)
+    stride = max(1, rows.shape[0] // _SAMPLE_ELEMENTS)
+    return rows[::stride][:_SAMPLE_ELEMENTS].reshape(-1)
+
+
+def _cast_key(chunk: Chunk, dtype: str, sample: Bytes) -> _CastKey:
+    return dtype, chunk.leaf.shape, chunk.box, sample.tobytes()
+
+
+def _cast_keys(chunk: Chunk) -> Iterator[_CastKey]:
+    sample = np.ascontiguousarray(_sample(chunk.content(), chunk))
+    for dtype in dtypes.CAST_TARGETS:
+        cast = dtypes.derive(dtypes.cast_rule(dtype), sample)
+        if cast is not None:
+            yield _cast_key(chunk, dtype, cast)

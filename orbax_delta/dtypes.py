@@ -1,0 +1,167 @@
+"""What an element is on disk: names, word sizes, sub-byte packing, defined casts.
+
+The stored content of an array is its elements in C order and in the byte order that
+its dtype names; 4-, 2- and 1-bit types are packed. Nothing here imports jax, so that
+the command line can decode without it.
+"""
+
+import dataclasses
+import enum
+import functools
+
+import ml_dtypes
+import numpy as np
+
+from orbax_delta.codecs import Bytes
+from orbax_delta.errors import InvalidInputError
+
+_PACKED_BITS = {
+    "int4": 4,
+    "uint4": 4,
+    "float4_e2m1fn": 4,
+    "int2": 2,
+    "uint2": 2,
+    "int1": 1,
+    "uint1": 1,
+}
+_BUILTIN_KINDS = "biufcmM"
+_LARGEST_ITEM_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ElementType:
+    """How elements of one dtype are laid out.
+
+    Attributes:
+        name: Name on disk, e.g. `float32`, `bfloat16`, `int4`, `>f4`.
+        dtype: The numpy dtype in memory.
+        bits: Bits an element takes on disk.
+        word_bytes: Size of the integer view that comparison and coding use.
+    """
+
+    name: str
+    dtype: np.dtype
+    bits: int
+    word_bytes: int
+
+    def content_bytes(self, element_count: int) -> int:
+        """Bytes that `element_count` elements take on disk."""
+        return -(-element_count * self.bits // 8)
+
+    def to_content(self, array: np.ndarray) -> Bytes:
+        """`uint8[content_bytes]` of `array`; a view where the layout allows it."""
+        flat = np.ascontiguousarray(array).reshape(-1)
+        if self.bits >= 8:
+            return flat.view(np.uint8)
+        return _pack(flat.view(np.uint8), self.bits)
+
+    def from_content(self, content: Bytes, shape: tuple[int, ...]) -> np.ndarray:
+        """The array that `to_content` was given, in `shape`."""
+        if self.bits >= 8:
+            return content.view(self.dtype).reshape(shape)
+        count = int(np.prod(shape, dtype=np.int64))
+        # ml_dtypes reads only the low bits of each byte, signed types too.
+        values = _unpack(content, self.bits)[:count]
+        return values.view(self.dtype).reshape(shape)
+
+
+@functools.lru_cache(maxsize=256)
+def element_type(dtype: np.dtype) -> ElementType:
+    """The layout of `dtype`.
+
+    Raises:
+        InvalidInputError: The dtype has no fixed-size bit representation that this
+            format knows (objects, strings, records, long double).
+    """
+    name = dtype.name if dtype.isnative else dtype.str
+    if dtype.kind in "mM":
+        name = dtype.str
+    known = dtype.kind in _BUILTIN_KINDS or hasattr(ml_dtypes, dtype.name)
+    if not known or dtype.itemsize > _LARGEST_ITEM_BYTES or dtype.char in "gG":
+        raise InvalidInputError(
+            f"dtype {dtype} cannot be stored; expected a bool, integer, float, "
+            "complex, datetime or ml_dtypes type of fixed size"
+        )
+    bits = _PACKED_BITS.get(name, 8 * dtype.itemsize)
+    word_bytes = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
+    return ElementType(name=name, dtype=dtype, bits=bits, word_bytes=word_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def element_type_of(name: str) -> ElementType:
+    """The layout of the dtype called `name` on disk.
+
+    Raises:
+        InvalidInputError: This installation knows no such dtype.
+    """
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError as error:
+        raise InvalidInputError(
+            f"dtype {name!r} is not known to numpy {np.__version__} and ml_dtypes "
+            f"{ml_dtypes.__version__}; install a version that has it"
+        ) from error
+    return element_type(dtype)
+
+
+def _pack(values: Bytes, bits: int) -> Bytes:
+    """Low `bits` of each byte, first element in the lowest bits."""
+    per_byte = 8 // bits
+    padded = np.zeros(-(-values.size // per_byte) * per_byte, np.uint8)
+    padded[: values.size] = values & ((1 << bits) - 1)
+    lanes = padded.reshape(-1, per_byte)
+    packed = lanes[:, 0].copy()
+    for lane in range(1, per_byte):
+        packed |= lanes[:, lane] << np.uint8(lane * bits)
+    return packed
+
+
+def _unpack(content: Bytes, bits: int) -> Bytes:
+    per_byte = 8 // bits
+    lanes = np.empty((content.size, per_byte), np.uint8)
+    for lane in range(per_byte):
+        lanes[:, lane] = (content >> np.uint8(lane * bits)) & ((1 << bits) - 1)
+    return lanes.reshape(-1)
+
+
+class Rule(enum.IntEnum):
+    """How a chunk follows from what its records decode to; the numbers are on disk."""
+
+    NONE = 0
+    F32_TO_BF16 = 1
+    F32_TO_F16 = 2
+
+
+RULE_NUMBERS = frozenset(map(int, Rule))
+"""Numbers that stand for a rule (Python 3.11 cannot ask the enum)."""
+
+_CASTS = {"bfloat16": Rule.F32_TO_BF16, "float16": Rule.F32_TO_F16}
+CAST_SOURCE = "float32"
+CAST_TARGETS = tuple(_CASTS)
+_CAST_WIDTH_RATIO = 2
+
+
+def cast_rule(target_name: str) -> Rule:
+    """The defined cast from CAST_SOURCE to a dtype of CAST_TARGETS."""
+    return _CASTS[target_name]
+
+
+def source_bytes(rule: Rule, size: int) -> int:
+    """What `size`, of content or of a word, is in the source of a derived chunk."""
+    return size if rule is Rule.NONE else size * _CAST_WIDTH_RATIO
+
+
+def derive(rule: Rule, source: Bytes) -> Bytes | None:
+    """Content that a cast makes of `source`; None where it meets a NaN.
+
+    Casts round to nearest, ties to even, overflow to infinity and keep subnormals;
+    what a cast does to a NaN differs between libraries, so none is ever cast.
+    """
+    words = source.view(np.uint32)
+    if ((words & 0x7FFFFFFF) > 0x7F800000).any():
+        return None
+    if rule is Rule.F32_TO_BF16:
+        rounded = words + (((words >> 16) & 1) + np.uint32(0x7FFF))
+        return (rounded >> 16).astype(np.uint16).view(np.uint8)
+    with np.errstate(over="ignore"):
+        return source.view(np.float32).astype(np.float16).view(np.uint8)

@@ -1,0 +1,207 @@
+"""Leaves: what each one is, its bytes on the host, and the leaf made from bytes again.
+
+`snapshot` runs in the blocking phase of a save and does no I/O; what it raises depends
+on structure and dtypes only. Does not belong here: chunks, records, Orbax.
+"""
+
+import dataclasses
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orbax_delta import chunks, dtypes, shardings, trees
+from orbax_delta.chunks import Box
+from orbax_delta.errors import InvalidInputError
+from orbax_delta.manifests import Json, LeafEntry, path_name
+
+HostShard = tuple[Box, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostLeaf:
+    """A leaf as it was when `save` was called.
+
+    Attributes:
+        entry: What the MANIFEST will say of it.
+        shards: Distinct shards with their boxes; the arrays may be views of device
+            buffers on CPU, which jax does not reuse while they are viewed.
+    """
+
+    entry: LeafEntry
+    shards: Sequence[HostShard]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A pytree as it was when `save` was called."""
+
+    structure: Json
+    leaves: Sequence[HostLeaf]
+
+
+def snapshot(tree: Any) -> Snapshot:
+    """Bring every leaf to the host.
+
+    Raises:
+        InvalidInputError: A leaf cannot be stored; the message names it.
+    """
+    flat = trees.flatten(tree)
+    staged = [
+        _stage(path, value) for path, value in zip(flat.paths, flat.values, strict=True)
+    ]
+    # All device copies have been started by now; only here are they waited for.
+    return Snapshot(structure=flat.structure, leaves=[finish() for finish in staged])
+
+
+def _stage(path: trees.Path, value: Any) -> Callable[[], HostLeaf]:
+    """Check one leaf and start its copy; the returned call finishes it."""
+    if isinstance(value, jax.core.Tracer):
+        raise _unsupported(path, value, "save outside of jit, grad and vmap")
+    if isinstance(value, jax.Array):
+        return _stage_jax(path, value)
+    if isinstance(value, np.ndarray | np.generic):
+        leaf = _numpy_leaf(path, value)
+        return lambda: leaf
+    reader = _PLAIN_LEAVES.get(type(value))
+    if reader is None:
+        raise _unsupported(
+            path,
+            value,
+            "expected a jax or numpy array, a typed key, int, float, bool, complex, "
+            "str, bytes or None; convert it, or register its type as a pytree node",
+        )
+    leaf = reader(path, value)
+    return lambda: leaf
+
+
+def _unsupported(path: trees.Path, value: Any, hint: str) -> InvalidInputError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return InvalidInputError(f"leaf {path_name(path)} is a {kind}: {hint}")
+
+
+def _stage_jax(path: trees.Path, value: jax.Array) -> Callable[[], HostLeaf]:
+    if value.is_deleted():
+        raise InvalidInputError(
+            f"leaf {path_name(path)} has been deleted or donated; save the state that "
+            "the training step returned"
+        )
+    document = shardings.to_document(value.sharding)
+    kind, implementation = "jax", None
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        kind, implementation = "key", str(jax.random.key_impl(value))
+        value = jax.random.key_data(value)
+    entry = LeafEntry(
+        path=path,
+        kind=kind,
+        dtype=_element(path, value.dtype).name,
+        shape=value.shape,
+        sharding=document,
+        value=implementation,
+    )
+    distinct: dict[Box, jax.Array] = {}
+    for shard in value.addressable_shards:
+        distinct.setdefault(index_box(shard.index, value.shape), shard.data)
+    if value.size == 0:
+        distinct = {}
+    for data in distinct.values():
+        data.copy_to_host_async()
+
+    def finish() -> HostLeaf:
+        shards = [(box, np.asarray(data)) for box, data in sorted(distinct.items())]
+        return HostLeaf(entry=entry, shards=shards)
+
+    return finish
+
+
+def index_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The box of a shard that jax describes by slices."""
+    bounds = (part.indices(size) for part, size in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in bounds)
+
+
+def _numpy_leaf(path: trees.Path, value: np.ndarray | np.generic) -> HostLeaf:
+    if isinstance(value, np.ma.MaskedArray):
+        raise _unsupported(path, value, "save its data and its mask as two leaves")
+    kind = "numpy" if isinstance(value, np.ndarray) else "numpy_scalar"
+    # The caller may change the array as soon as save returns.
+    array = np.array(value, order="C", copy=True, subok=False)
+    entry = LeafEntry(
+        path=path,
+        kind=kind,
+        dtype=_element(path, array.dtype).name,
+        shape=array.shape,
+    )
+    return HostLeaf(entry=entry, shards=_single_shard(array))
+
+
+def _element(path: trees.Path, dtype: np.dtype) -> dtypes.ElementType:
+    try:
+        return dtypes.element_type(np.dtype(dtype))
+    except InvalidInputError as error:
+        raise InvalidInputError(f"leaf {path_name(path)}: {error}") from error
+
+
+def _single_shard(array: np.ndarray) -> list[HostShard]:
+    return [(chunks.whole(array.shape), array)] if array.size else []
+
+
+def _text_leaf(path: trees.Path, value: str | bytes) -> HostLeaf:
+    kind = type(value).__name__
+    data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+    array = np.frombuffer(data, np.uint8)
+    entry = LeafEntry(path=path, kind=kind, dtype="uint8", shape=array.shape)
+    return HostLeaf(entry=entry, shards=_single_shard(array))
+
+
+def _value_leaf(path: trees.Path, value: Any) -> HostLeaf:
+    document = _VALUE_WRITERS[type(value).__name__](value)
+    entry = LeafEntry(path=path, kind=type(value).__name__, value=document)
+    return HostLeaf(entry=entry, shards=())
+
+
+def _float_bits(value: float) -> str:
+    return struct.pack(">d", value).hex()
+
+
+def _float_from_bits(document: str) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(document))
+    return float(value)
+
+
+# Hexadecimal keeps the bits of a float and the digits of an int of any size.
+_VALUE_WRITERS: Mapping[str, Callable[[Any], Json]] = {
+    "bool": bool,
+    "int": hex,
+    "float": _float_bits,
+    "complex": lambda value: [_float_bits(value.real), _float_bits(value.imag)],
+}
+_VALUE_READERS: Mapping[str, Callable[[Json], Any]] = {
+    "bool": bool,
+    "int": lambda document: int(document, 16),
+    "float": _float_from_bits,
+    "complex": lambda document: complex(*map(_float_from_bits, document)),
+}
+_PLAIN_LEAVES: Mapping[type, Callable[[trees.Path, Any], HostLeaf]] = {
+    bool: _value_leaf,
+    int: _value_leaf,
+    float: _value_leaf,
+    complex: _value_leaf,
+    str: _text_leaf,
+    bytes: _text_leaf,
+}
+
+
+def plain_value(entry: LeafEntry) -> bool | int | float | complex:
+    """The value of a leaf of VALUE_KINDS."""
+    value: bool | int | float | complex = _VALUE_READERS[entry.kind](entry.value)
+    return value
+
+
+def text_value(entry: LeafEntry, array: np.ndarray) -> str | bytes:
+    """The str or bytes leaf whose content is `array`."""
+    data = array.tobytes()
+    return data.decode("utf-8", "surrogatepass") if entry.kind == "str" else data

@@ -1,0 +1,71 @@
+"""Pins and condemned marks: the two files by which savers and pruners see each other.
+
+A saver writes its pin, then reads the marks; a pruner writes its mark, then reads the
+pins. Whatever the order, one of them sees the other.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from orbax_delta.errors import FormatError, UnsupportedVersionError
+from orbax_delta.owners import Owner
+from orbax_delta.records import FORMAT_VERSION
+from orbax_delta.store import Folder
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Content of a pin or of a condemned mark.
+
+    Attributes:
+        owner: The process that wrote it.
+        packs: Pack names that it is about.
+    """
+
+    owner: Owner
+    packs: Sequence[str]
+
+    def encode(self) -> bytes:
+        """JSON bytes."""
+        document = {
+            "format_version": FORMAT_VERSION,
+            "owner": dataclasses.asdict(self.owner),
+            "packs": list(self.packs),
+        }
+        return json.dumps(document, sort_keys=True).encode()
+
+
+def parse_mark(data: bytes, *, where: str) -> Mark:
+    """Read a pin or condemned mark.
+
+    Raises:
+        FormatError: It is damaged.
+        UnsupportedVersionError: A newer format wrote it.
+    """
+    try:
+        document = json.loads(data)
+        version = document["format_version"]
+        if version != FORMAT_VERSION:
+            raise UnsupportedVersionError(
+                f"{where} has format version {version}; this package reads "
+                f"{FORMAT_VERSION}. Upgrade orbax_delta"
+            )
+        owner = Owner(**document["owner"])
+        packs = tuple(str(name) for name in document["packs"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise FormatError(
+            f"{where} is damaged ({error}); when no job is saving to this root, "
+            "remove it"
+        ) from error
+    return Mark(owner=owner, packs=packs)
+
+
+def read_marks(folder: Folder) -> dict[str, Mark]:
+    """All marks of a folder by name; one that vanishes meanwhile is not there."""
+    found = ((name, folder.read(name)) for name in folder.names())
+    return {
+        name: parse_mark(data, where=folder.url + name)
+        for name, data in found
+        if data is not None
+    }

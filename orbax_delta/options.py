@@ -1,0 +1,78 @@
+"""Frozen option values. Each has one owner in the flows and a test that sets it."""
+
+import dataclasses
+import os
+
+from orbax_delta import errors
+
+MAX_CHAIN_LIMIT = 200
+MAX_CHUNK_BYTES = 1 << 30
+MAX_PACK_BYTES = 1 << 31
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaOptions:
+    """How a save is cut, coded and renewed.
+
+    >>> DeltaOptions(full_every=5).full_every
+    5
+
+    Attributes:
+        chunk_bytes: Upper bound on a chunk of 4-byte elements, in bytes; the unit of
+            comparison, reuse and partial reading. A leaf of narrower elements has
+            chunks of as many elements, so that a bf16 copy lines up with its master.
+        pack_bytes: A pack file is written once it holds this many bytes.
+        full_every: After this many deltas a chunk's next record is full.
+        max_chain: No chunk is ever made of more records than this.
+        read_budget: Reading a chunk never costs more than this many times the bytes
+            of its full record.
+        refresh_every: An unchanged chunk is written anew after this many saves (the
+            first time after up to twice as many, spread by a hash of the chunk).
+        threads: Worker threads for coding; None takes one per core, at most 16.
+        auto_prune: Remove dead packs after a save when the set of steps has changed.
+
+    Raises:
+        InvalidInputError: A value is out of its range; nothing is touched.
+    """
+
+    chunk_bytes: int = 1 << 20
+    pack_bytes: int = 16 << 20
+    full_every: int = 10
+    max_chain: int = 20
+    read_budget: float = 2.0
+    refresh_every: int = 30
+    threads: int | None = None
+    auto_prune: bool = True
+
+    def __post_init__(self) -> None:
+        _check_int("chunk_bytes", self.chunk_bytes, 64, MAX_CHUNK_BYTES)
+        _check_int("pack_bytes", self.pack_bytes, 1024, MAX_PACK_BYTES)
+        _check_int("full_every", self.full_every, 0, MAX_CHAIN_LIMIT - 1)
+        _check_int("max_chain", self.max_chain, 1, MAX_CHAIN_LIMIT)
+        _check_int("refresh_every", self.refresh_every, 1, 30_000)
+        if self.threads is not None:
+            _check_int("threads", self.threads, 1, 256)
+        if not isinstance(self.read_budget, int | float) or not (
+            1.0 <= self.read_budget <= 100.0
+        ):
+            raise errors.InvalidInputError(
+                f"DeltaOptions.read_budget is {self.read_budget!r}; expected a number "
+                "from 1.0 (every record full) to 100.0"
+            )
+
+    @property
+    def worker_count(self) -> int:
+        """Threads to use, resolved for this machine."""
+        return self.threads or min(os.cpu_count() or 1, 16)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or not low <= value <= high
+    ):
+        raise errors.InvalidInputError(
+            f"DeltaOptions.{name} is {value!r}; expected a whole number from {low} "
+            f"to {high}"
+        )

@@ -1,0 +1,64 @@
+"""Who wrote a pin or a condemned mark, and whether that process still runs.
+
+There are no clocks in the protocol: a mark counts until its writer removes it or is
+known to be dead. Death is known only on the host that the writer ran on.
+"""
+
+import dataclasses
+import functools
+import os
+import socket
+from pathlib import Path
+
+_STAT_START_TIME_FIELD = 21
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A process, told apart from later ones with the same number.
+
+    Attributes:
+        host: Host name, and on Linux boot id and process namespace.
+        pid: Process number.
+        start: Start time of the process in kernel ticks; empty where unknown.
+    """
+
+    host: str
+    pid: int
+    start: str
+
+    @property
+    def known_dead(self) -> bool:
+        """True only when the process ran on this host and runs no more."""
+        if self.host != _host():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # it runs, as another user
+        return self.start != _start_time(self.pid)
+
+
+def this_process() -> Owner:
+    """The process that calls."""
+    return Owner(host=_host(), pid=os.getpid(), start=_start_time(os.getpid()))
+
+
+@functools.cache
+def _host() -> str:
+    parts = [socket.gethostname()]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if boot.exists():
+        parts += [boot.read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
+def _start_time(pid: int) -> str:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # The command name is in parentheses and may hold anything.
+    return text.rpartition(")")[2].split()[_STAT_START_TIME_FIELD - 2]

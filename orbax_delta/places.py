@@ -1,0 +1,65 @@
+"""Where a save or a restore takes place, read off the directory that Orbax hands over.
+
+A manager's item directory is `<root>/<step>/<item>`, while it is written with a suffix
+on one or both names; a plain Checkpointer's is just `<path>`. Only a directory that is
+recognised as a manager's gets a store; any other save is self-contained.
+"""
+
+import dataclasses
+import re
+
+TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
+SELF_CONTAINED_PACKS = "packs"
+
+MAX_MANIFEST_DEPTH = 5
+"""Folders between a root and a MANIFEST: step, item, and up to three of a trash."""
+
+_STEP_NAME = re.compile(r"(?:.*\D)?(\d{1,18})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Names and folders of one item of one step.
+
+    Attributes:
+        item_url: The item's directory.
+        step_name: Name of the step's directory, without suffix.
+        item: Name of the item.
+        root_url: The manager's root; None for a self-contained save.
+    """
+
+    item_url: str
+    step_name: str
+    item: str
+    root_url: str | None
+
+    @property
+    def step(self) -> int | None:
+        """The number at the end of the step's name, if there is one."""
+        match = _STEP_NAME.fullmatch(self.step_name)
+        return int(match[1]) if match else None
+
+    @property
+    def label(self) -> str:
+        """Step and item in words, for messages."""
+        return f"step {self.step_name}, item {self.item!r} ({self.item_url})"
+
+
+def locate(directory: str) -> Place:
+    """The place that `directory` stands for.
+
+    >>> locate("/run/7.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp").root_url
+    '/run'
+    >>> locate("/models/final.orbax-checkpoint-tmp").root_url is None
+    True
+    """
+    parent, _, name = directory.rstrip("/").rpartition("/")
+    root, _, step_name = parent.rpartition("/")
+    item, step = (part.removesuffix(TEMPORARY_SUFFIX) for part in (name, step_name))
+    temporary = name != item
+    # Both names carry the suffix, or neither does (a finished step, or an object store
+    # where a marker file commits): a manager. Only the last one: a plain Checkpointer.
+    by_manager = _STEP_NAME.fullmatch(step) and (not temporary or step_name != step)
+    if by_manager and root:
+        return Place(item_url=directory, step_name=step, item=item, root_url=root)
+    return Place(item_url=directory, step_name=item, item="", root_url=None)

@@ -1,0 +1,208 @@
+"""The bytes of a record and of a pack (FORMAT.md sections 5 and 6).
+
+A record says what it is, how large its content is, which content it yields and carries
+a checksum over all of that. A pack is a header, records and a footer index with its
+own checksum. Pure bytes: no I/O, no jax.
+"""
+
+import dataclasses
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from orbax_delta.codecs import FORM_NUMBERS, Bytes, Form
+from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
+
+FORMAT_VERSION = 0
+
+RECORD_MAGIC = b"ODR0"
+PACK_MAGIC = b"ODPACK\r\n"
+PACK_END_MAGIC = b"ODPKEND\n"
+
+_RECORD_HEAD = struct.Struct("<4sBBHII16s")
+_CHECKSUM = struct.Struct("<Q")
+_PACK_HEAD = struct.Struct("<8sHHI16s")
+_INDEX_ENTRY = struct.Struct("<II")
+_PACK_TAIL = struct.Struct("<II16s8s")
+
+RECORD_OVERHEAD_BYTES = _RECORD_HEAD.size + _CHECKSUM.size
+PACK_HEAD_BYTES = _PACK_HEAD.size
+MAX_CONTENT_BYTES = 1 << 32
+
+DIGEST_BYTES = 16
+
+
+def digest(content: Bytes | bytes | memoryview) -> bytes:
+    """128-bit xxh3 of `content`, 16 bytes, big-endian as xxhash prints it."""
+    data = content.data if isinstance(content, np.ndarray) else content
+    return xxhash.xxh3_128_digest(data)
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """64-bit xxh3 of stored bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One coded piece of a chunk.
+
+    Attributes:
+        form: What `payload` means.
+        word_bytes: Element size that the coder used.
+        content_bytes: Size of the decoded content.
+        content_digest: `digest` of the decoded content.
+        payload: Coded bytes.
+    """
+
+    form: Form
+    word_bytes: int
+    content_bytes: int
+    content_digest: bytes
+    payload: bytes | memoryview
+
+    def encode(self) -> bytes:
+        """Header, payload and checksum."""
+        head = _RECORD_HEAD.pack(
+            RECORD_MAGIC,
+            self.form,
+            self.word_bytes,
+            0,
+            self.content_bytes,
+            len(self.payload),
+            self.content_digest,
+        )
+        body = head + bytes(self.payload)
+        return body + _CHECKSUM.pack(checksum(body))
+
+
+def parse_record(data: memoryview) -> Record:
+    """Read one record that fills `data` exactly.
+
+    Raises:
+        CorruptionError: Magic, lengths or checksum are wrong, or the form is unknown.
+    """
+    if len(data) < RECORD_OVERHEAD_BYTES:
+        raise CorruptionError(f"a record of {len(data)} bytes has no room for a header")
+    magic, form, word_bytes, flags, content_bytes, payload_bytes, content_digest = (
+        _RECORD_HEAD.unpack_from(data)
+    )
+    body, stored = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
+    if magic != RECORD_MAGIC:
+        raise CorruptionError(
+            f"a record begins with {magic!r}; expected {RECORD_MAGIC!r}"
+        )
+    if payload_bytes != len(data) - RECORD_OVERHEAD_BYTES:
+        raise CorruptionError(
+            f"a record announces {payload_bytes} payload bytes; "
+            f"{len(data) - RECORD_OVERHEAD_BYTES} are there"
+        )
+    if checksum(body) != _CHECKSUM.unpack(stored)[0]:
+        raise CorruptionError("the checksum of a record's stored bytes does not match")
+    if form not in FORM_NUMBERS or word_bytes not in (1, 2, 4, 8) or flags:
+        raise CorruptionError(
+            f"a record has form {form}, word size {word_bytes}, flags {flags}; "
+            "no such record in this format version"
+        )
+    return Record(
+        form=Form(form),
+        word_bytes=word_bytes,
+        content_bytes=content_bytes,
+        content_digest=content_digest,
+        payload=body[_RECORD_HEAD.size :],
+    )
+
+
+class PackBuilder:
+    """Collects records into the bytes of one pack."""
+
+    def __init__(self, attempt: bytes, number: int) -> None:
+        self.number = number
+        self._chunks = [_PACK_HEAD.pack(PACK_MAGIC, FORMAT_VERSION, 0, number, attempt)]
+        self._spans: list[tuple[int, int]] = []
+        self._size = _PACK_HEAD.size
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes so far, without the footer."""
+        return self._size
+
+    @property
+    def record_count(self) -> int:
+        """Records so far."""
+        return len(self._spans)
+
+    def add(self, record: bytes) -> tuple[int, int]:
+        """Append an encoded record; returns its offset and length."""
+        span = (self._size, len(record))
+        self._chunks.append(record)
+        self._spans.append(span)
+        self._size += len(record)
+        return span
+
+    def finish(self) -> bytes:
+        """The whole pack; its last record has been parsed back from these bytes."""
+        index = b"".join(_INDEX_ENTRY.pack(*span) for span in self._spans)
+        head = self._chunks[0]
+        self._chunks.append(index)
+        self._chunks.append(
+            _PACK_TAIL.pack(
+                len(self._spans), len(index), digest(head + index), PACK_END_MAGIC
+            )
+        )
+        pack = b"".join(self._chunks)
+        offset, length = self._spans[-1]
+        parse_record(memoryview(pack)[offset : offset + length])
+        return pack
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PackIndex:
+    """What a pack says about itself: its writer and where its records lie."""
+
+    attempt: bytes
+    number: int
+    spans: Sequence[tuple[int, int]]
+
+
+def parse_pack(pack: memoryview) -> PackIndex:
+    """Read header and footer of a whole pack and check that they describe it.
+
+    Raises:
+        UnsupportedVersionError: A newer format wrote it.
+        FormatError: It is not a pack.
+        CorruptionError: Footer, index or spans are wrong.
+    """
+    if len(pack) < _PACK_HEAD.size + _PACK_TAIL.size:
+        raise CorruptionError(f"a pack of {len(pack)} bytes is cut off")
+    magic, version, _, number, attempt = _PACK_HEAD.unpack_from(pack)
+    if magic != PACK_MAGIC:
+        raise FormatError(f"a pack begins with {magic!r}; expected {PACK_MAGIC!r}")
+    if version != FORMAT_VERSION:
+        raise UnsupportedVersionError(
+            f"a pack has format version {version}; this package reads "
+            f"{FORMAT_VERSION}. Upgrade orbax_delta"
+        )
+    count, index_bytes, index_digest, end = _PACK_TAIL.unpack(pack[-_PACK_TAIL.size :])
+    if end != PACK_END_MAGIC or index_bytes != count * _INDEX_ENTRY.size:
+        raise CorruptionError("a pack's footer is damaged or cut off")
+    index_start = len(pack) - _PACK_TAIL.size - index_bytes
+    if index_start < _PACK_HEAD.size:
+        raise CorruptionError("a pack's index is larger than the pack")
+    index = pack[index_start : index_start + index_bytes]
+    if digest(bytes(pack[: _PACK_HEAD.size]) + bytes(index)) != index_digest:
+        raise CorruptionError("the digest of a pack's header and index does not match")
+    spans = tuple(_INDEX_ENTRY.iter_unpack(index))
+    expected = _PACK_HEAD.size
+    for offset, length in spans:
+        if offset != expected:
+            raise CorruptionError(
+                f"a pack's records leave a hole: one begins at {offset}, "
+                f"expected {expected}"
+            )
+        expected += length
+    if expected != index_start:
+        raise CorruptionError("a pack's records do not reach its index")
+    return PackIndex(attempt=attempt, number=number, spans=spans)

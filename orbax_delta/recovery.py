@@ -1,0 +1,57 @@
+"""Falling back: the newest step of a manager that restores whole, loudly."""
+
+import logging
+from typing import Any, Protocol
+
+from orbax_delta.errors import CorruptionError, FormatError, NotFoundError
+from orbax_delta.handler import DeltaRestore
+
+_logger = logging.getLogger("orbax_delta")
+
+
+class _Manager(Protocol):
+    directory: Any
+
+    def reload(self) -> None: ...
+
+    def all_steps(self) -> Any: ...
+
+    def restore(self, step: int | None, args: Any = None) -> Any: ...
+
+
+def restore_latest_good(manager: _Manager, target: Any = None) -> tuple[int, Any]:
+    """Restore the newest step that is not damaged.
+
+    A target that does not fit is the caller's error and is raised at once; damage is
+    logged as an error for each step passed over.
+
+    Args:
+        manager: An `ocp.CheckpointManager` with a single item.
+        target: As for `DeltaRestore`.
+
+    Returns:
+        The step and its tree.
+
+    Raises:
+        StructureError: The target does not fit the newest readable step.
+        CorruptionError: No step restores.
+        NotFoundError: There is no step.
+    """
+    # The manager's own list can hold steps whose save failed.
+    manager.reload()
+    steps = sorted(manager.all_steps(), reverse=True)
+    damaged = []
+    for step in steps:
+        try:
+            return step, manager.restore(step, args=DeltaRestore(target))
+        except (CorruptionError, FormatError, FileNotFoundError) as error:
+            _logger.error(
+                "step %s does not restore, trying an older one: %s", step, error
+            )
+            damaged.append(f"  step {step}: {error}")
+    if not steps:
+        raise NotFoundError(f"{manager.directory} holds no step")
+    raise CorruptionError(
+        f"none of the {len(steps)} steps of {manager.directory} restores:\n"
+        + "\n".join(damaged)
+    )

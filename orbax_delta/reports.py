@@ -1,0 +1,161 @@
+"""What a save wrote and what a restore read, as values that print in one line."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orbax_delta.errors import FormatError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """One save. Sizes in bytes, times in seconds.
+
+    Attributes:
+        step: Name of the step.
+        item: Name of the item.
+        full_bytes: Raw size of the state's arrays.
+        written_bytes: Packs and part put by this save (the MANIFEST, which holds this
+            report, comes on top).
+        read_bytes: Bytes of earlier records read to make deltas against.
+        chunks: Chunks of the state.
+        chunks_by_form: Chunks by how this save stored them: `reference`, `constant`,
+            `derived`, `planes`, `xor_planes`, `blocks`, `sparse`.
+        bytes_by_form: Bytes of new records by form.
+        elements: Elements of the state's arrays.
+        elements_changed: Of these, how many differ from the previous save; a chunk
+            without a comparable predecessor counts whole.
+        blocks: 4 KiB blocks of the state.
+        blocks_changed: Of these, how many hold a change, counted alike.
+        records_per_chunk_mean: Mean length of a chunk's list of records.
+        records_per_chunk_max: Length of the longest one.
+        stage_seconds: Time by stage of the background work.
+        blocking_seconds: Time that `save()` kept the caller.
+        total_seconds: From the call to just before the MANIFEST was written.
+    """
+
+    step: str
+    item: str
+    full_bytes: int
+    written_bytes: int
+    read_bytes: int
+    chunks: int
+    chunks_by_form: Mapping[str, int]
+    bytes_by_form: Mapping[str, int]
+    elements: int
+    elements_changed: int
+    blocks: int
+    blocks_changed: int
+    records_per_chunk_mean: float
+    records_per_chunk_max: int
+    stage_seconds: Mapping[str, float]
+    blocking_seconds: float
+    total_seconds: float
+
+    @property
+    def times_smaller(self) -> float:
+        """Raw bytes over written bytes."""
+        return self.full_bytes / max(self.written_bytes, 1)
+
+    @property
+    def derived_hits(self) -> int:
+        """Chunks stored as a cast or copy of another, at no bytes."""
+        return self.chunks_by_form.get("derived", 0)
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Raw bytes over total time, in 1e9 B/s."""
+        return self.full_bytes / max(self.total_seconds, 1e-9) / 1e9
+
+    def line(self) -> str:
+        """The report in one line."""
+        forms = ", ".join(f"{n} {form}" for form, n in self.chunks_by_form.items())
+        return (
+            f"saved step {self.step} ({self.item}): {human_bytes(self.full_bytes)} as "
+            f"{human_bytes(self.written_bytes)} ({self.times_smaller:.2f} times "
+            f"smaller); {self.chunks} chunks ({forms}); blocked "
+            f"{self.blocking_seconds:.3f} s of {self.total_seconds:.2f} s, "
+            f"{self.gigabytes_per_second:.2f} GB/s"
+        )
+
+    def to_document(self) -> dict[str, Any]:
+        """JSON document."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> "SaveReport":
+        """The report that a MANIFEST holds.
+
+        Raises:
+            FormatError: Fields are missing or unknown.
+        """
+        try:
+            return cls(**document)
+        except TypeError as error:
+            raise FormatError(
+                f"the report of a MANIFEST is damaged: {error}"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """One restore. Sizes in bytes, times in seconds.
+
+    Attributes:
+        step: Name of the step.
+        item: Name of the item.
+        restored_bytes: Raw size of the chunks that were wanted.
+        read_bytes: Bytes read from packs.
+        read_requests: Ranged reads made.
+        chunks: Chunks decoded.
+        chunks_in_step: Chunks that the step has.
+        records_per_chunk_mean: Mean length of the lists that were read.
+        records_per_chunk_max: Length of the longest one.
+        total_seconds: From the call to the finished tree.
+    """
+
+    step: str
+    item: str
+    restored_bytes: int
+    read_bytes: int
+    read_requests: int
+    chunks: int
+    chunks_in_step: int
+    records_per_chunk_mean: float
+    records_per_chunk_max: int
+    total_seconds: float
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Restored bytes over total time, in 1e9 B/s."""
+        return self.restored_bytes / max(self.total_seconds, 1e-9) / 1e9
+
+    def line(self) -> str:
+        """The report in one line."""
+        return (
+            f"restored step {self.step} ({self.item}): "
+            f"{human_bytes(self.restored_bytes)} from {human_bytes(self.read_bytes)} "
+            f"in {self.read_requests} reads; {self.chunks} of {self.chunks_in_step} "
+            "chunks, "
+            f"{self.records_per_chunk_mean:.2f} records each (at most "
+            f"{self.records_per_chunk_max}); {self.total_seconds:.2f} s, "
+            f"{self.gigabytes_per_second:.2f} GB/s"
+        )
+
+
+def chain_lengths(lengths: Sequence[int]) -> tuple[float, int]:
+    """Mean and maximum of list lengths; zeros for none."""
+    return (sum(lengths) / len(lengths) if lengths else 0.0, max(lengths, default=0))
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in decimal units.
+
+    >>> human_bytes(1_500_000)
+    '1.50 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"

@@ -1,0 +1,471 @@
+"""Saving: from a snapshot to a committed MANIFEST, top to bottom.
+
+Order of writes: pin, packs, part, MANIFEST. The MANIFEST makes the step; if the pin is
+gone by then, a prune may have missed this save and the MANIFEST is withdrawn. What is
+remembered of the stored state moves on only after that.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from orbax_delta import changes, codecs, coding, owners, parts, prune, records
+from orbax_delta.background import Pool, Stopwatch, ordered_map, pool
+from orbax_delta.base import Base, Entry
+from orbax_delta.changes import Finding, Status
+from orbax_delta.codecs import Form
+from orbax_delta.dtypes import Rule
+from orbax_delta.errors import ConflictError, DeltaError, InvalidInputError
+from orbax_delta.leaves import Snapshot, snapshot
+from orbax_delta.manifests import (
+    MANIFEST_NAME,
+    Json,
+    Manifest,
+    PartEntry,
+    encode_manifest,
+)
+from orbax_delta.marks import Mark, read_marks
+from orbax_delta.options import DeltaOptions
+from orbax_delta.packs import PackWriter
+from orbax_delta.parts import Ref, Row
+from orbax_delta.places import SELF_CONTAINED_PACKS, Place
+from orbax_delta.reports import SaveReport, chain_lengths
+from orbax_delta.store import DeltaStore, Folder
+
+_logger = logging.getLogger("orbax_delta")
+
+_PROCESS = 0
+_BLOCK_BYTES = codecs.BLOCK_BYTES
+_VERSIONED = ("orbax-delta", "orbax-checkpoint", "jax", "tensorstore", "numpy")
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class ItemState:
+    """What a handler remembers of one item of one root between saves.
+
+    Attributes:
+        base: Rows and content of the last committed save or restored step.
+        store: The store of the last save; None before the first.
+        pin: Pin of the last save; kept until the next one, because the step's folder
+            is still renamed after the save is done.
+        seen: MANIFESTs found after the last save; None before the first.
+        lock: One save at a time, whatever calls.
+    """
+
+    base: Base = dataclasses.field(default_factory=Base)
+    store: DeltaStore | None = None
+    pin: str | None = None
+    seen: frozenset[str] | None = None
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """One save, as fixed in the blocking phase."""
+
+    snapshot: Snapshot
+    custom_metadata: Json
+    place: Place
+    options: DeltaOptions
+    started: float
+    wall_time: float
+    blocking_seconds: float
+
+
+def prepare(
+    tree: Any, place: Place, options: DeltaOptions, *, custom_metadata: Json = None
+) -> SaveRequest:
+    """The blocking phase: everything comes to the host, nothing touches a file.
+
+    Raises:
+        InvalidInputError: A leaf or the metadata cannot be stored.
+    """
+    started = time.perf_counter()
+    try:
+        json.dumps(custom_metadata, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"custom_metadata is not JSON: {error}") from error
+    taken = snapshot(tree)
+    return SaveRequest(
+        snapshot=taken,
+        custom_metadata=custom_metadata,
+        place=place,
+        options=options,
+        started=started,
+        wall_time=time.time(),
+        blocking_seconds=time.perf_counter() - started,
+    )
+
+
+def run(request: SaveRequest, state: ItemState) -> SaveReport:
+    """Write one step; on return it is durable and committed.
+
+    Raises:
+        StorageError: The storage refused something; nothing of this save counts.
+        ConflictError: A prune took this save for dead; nothing of it counts.
+    """
+    if request.place.root_url is None:
+        # Nothing outside the step may be needed to read it: no store, all full.
+        packs = Folder(request.place.item_url).child(SELF_CONTAINED_PACKS)
+        return _Attempt(request, ItemState(), None, packs).run()
+    with state.lock:
+        store = DeltaStore.open_or_create(Folder(request.place.root_url))
+        if state.base.store_uuid != store.uuid:
+            state.base = Base(store_uuid=store.uuid)
+        state.store = store
+        report = _Attempt(request, state, store, store.packs).run()
+        _tidy(store, state, request.options)
+    return report
+
+
+def close(state: ItemState, options: DeltaOptions) -> None:
+    """Let go of the last save's pin and sweep once more; may be called twice."""
+    with state.lock:
+        if state.store is None:
+            return
+        if state.pin is not None:
+            state.store.pins.delete(state.pin)
+            state.pin = None
+        _tidy(state.store, state, options)
+        state.store = None
+
+
+def _tidy(store: DeltaStore, state: ItemState, options: DeltaOptions) -> None:
+    """Refresh the markers and prune when steps have gone."""
+    try:
+        store.refresh_markers()
+        if options.auto_prune:
+            found = prune.manifest_keys(store)
+            if state.seen is None or not state.seen <= found:
+                prune.execute(store, prune.plan(store))
+            state.seen = found
+    except DeltaError as error:
+        # The step is committed: what could not be tidied now is garbage, not harm.
+        _logger.warning("after the save: %s", error)
+
+
+class _Attempt:
+    """One try of one save; its names are used by no other."""
+
+    def __init__(
+        self,
+        request: SaveRequest,
+        state: ItemState,
+        store: DeltaStore | None,
+        packs: Folder,
+    ) -> None:
+        self.id = secrets.token_bytes(16)
+        self.request = request
+        self.state = state
+        self.base = state.base
+        self.store = store
+        self.packs = packs
+        self.item = Folder(request.place.item_url)
+        self.watch = Stopwatch()
+
+    def run(self) -> SaveReport:
+        """The whole save."""
+        with self._pinned(), self._undone_on_failure():
+            with pool(self.request.options.worker_count) as executor:
+                stored, written = self._store_chunks(executor)
+            rows = [entry.row for entry in stored.entries]
+            with self.watch.stage("part"):
+                part, packs = self._put_part(rows)
+            report = self._report(stored, rows, written + part.length)
+            with self.watch.stage("manifest"):
+                self._commit(report, part, packs)
+        self.base.commit(
+            zip(
+                (finding.chunk.leaf for finding in stored.findings),
+                stored.entries,
+                strict=True,
+            ),
+            store_uuid=self.store.uuid if self.store else "",
+            predecessor={
+                "step": self.request.place.step_name,
+                "attempt": self.id.hex(),
+            },
+        )
+        _logger.info("%s", report.line())
+        return report
+
+    @contextlib.contextmanager
+    def _pinned(self) -> Iterator[None]:
+        """Name the packs that this save builds on, before it relies on them."""
+        if self.store is None:
+            yield
+            return
+        name = f"{self.id.hex()}-p{_PROCESS}"
+        needed = self.base.packs()
+        mark = Mark(owner=owners.this_process(), packs=sorted(needed))
+        self.store.pins.write(name, mark.encode())
+        try:
+            condemned = read_marks(self.store.condemned).values()
+            there = set(self.store.packs.names())
+            usable = there - {pack for mark in condemned for pack in mark.packs}
+            dropped = self.base.forget_packs(needed - usable)
+            if dropped:
+                _logger.warning(
+                    "%d stored chunks are gone from %s; writing them in full",
+                    dropped,
+                    self.store.url,
+                )
+            yield
+        except BaseException:
+            self.store.pins.delete(name)
+            raise
+        # Only now may the previous pin go: this one names what that one did.
+        if self.state.pin is not None:
+            self.store.pins.delete(self.state.pin)
+        self.state.pin = name
+
+    @contextlib.contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.base.abort()
+            raise
+
+    def _store_chunks(self, executor: Pool) -> tuple["_Stored", int]:
+        """Compare, code and put every chunk."""
+        options = self.request.options
+        with self.watch.stage("compare"):
+            cut = list(changes.cut(self.request.snapshot.leaves, self.base, options))
+            findings = changes.compare(cut, options, executor)
+        changed = [f for f in findings if f.status in (Status.CHANGED, Status.REFRESH)]
+        for finding in changed:
+            self.base.touch(finding.chunk.leaf, finding.chunk.box)
+        writer = PackWriter(
+            self.packs,
+            attempt=self.id,
+            process=_PROCESS,
+            pack_bytes=options.pack_bytes,
+        )
+        stored = _Stored(findings)
+        try:
+            with self.watch.stage("code"):
+                self._put_records(changed, writer, stored, executor)
+            with self.watch.stage("write"):
+                writer.finish()
+        except BaseException:
+            # Wait for our own writes: nothing may land after the error is known.
+            with contextlib.suppress(DeltaError):
+                writer.drain()
+            raise
+        stored.fill_in(options)
+        return stored, writer.written_bytes
+
+    def _put_records(
+        self,
+        changed: Sequence[Finding],
+        writer: PackWriter,
+        stored: "_Stored",
+        executor: Pool,
+    ) -> None:
+        options = self.request.options
+        new_bytes: collections.Counter[int] = collections.Counter()
+        for finding in changed:
+            new_bytes[finding.chunk.leaf_index] += finding.chunk.content_bytes
+        coded = ordered_map(
+            executor,
+            lambda finding: coding.code(finding, options=options, packs=self.packs),
+            changed,
+            window=4 * options.worker_count,
+        )
+        previous = -1
+        for result in coded:
+            leaf = result.finding.chunk.leaf_index
+            fills_packs = options.pack_bytes <= max(
+                new_bytes[leaf], new_bytes[previous]
+            )
+            if leaf != previous and fills_packs:
+                writer.cut()
+            previous = leaf
+            stored.add(result, *writer.add(result.record))
+
+    def _put_part(self, rows: Sequence[Row]) -> tuple[PartEntry, list[str]]:
+        packs = sorted({ref.pack for row in rows for ref in row.refs if ref.pack})
+        data = parts.encode_part(self.id, rows, packs)
+        entry = PartEntry(
+            name=f"part-{self.id.hex()}-p{_PROCESS}",
+            length=len(data),
+            digest=records.digest(data).hex(),
+            rows=len(rows),
+        )
+        self.item.write(entry.name, data)
+        return entry, packs
+
+    def _commit(
+        self, report: SaveReport, part: PartEntry, packs: Sequence[str]
+    ) -> None:
+        """Publish the MANIFEST, unless a prune no longer counts with this save."""
+        place, taken = self.request.place, self.request.snapshot
+        manifest = Manifest(
+            attempt=self.id.hex(),
+            step=place.step,
+            item=place.item,
+            wall_time=self.request.wall_time,
+            save_index=self.base.save_index + 1,
+            predecessor=self.base.predecessor,
+            store_uuid=self.store.uuid if self.store else "",
+            store_url=self.store.url if self.store else "",
+            options=dataclasses.asdict(self.request.options),
+            versions=_versions(),
+            tree=taken.structure,
+            leaves=[leaf.entry for leaf in taken.leaves],
+            packs=packs,
+            parts=[part],
+            report=report.to_document(),
+            custom_metadata=self.request.custom_metadata,
+        )
+        self.item.write(MANIFEST_NAME, encode_manifest(manifest))
+        if self.store is None:
+            return
+        # A pin that is still there now was there when the MANIFEST appeared, so every
+        # later prune sees this step. Otherwise one may already have removed its packs.
+        if self.store.pins.read(f"{self.id.hex()}-p{_PROCESS}") is None:
+            self.item.delete(MANIFEST_NAME)
+            raise ConflictError(
+                f"{place.label}: its pin was removed by a prune while it was saving; "
+                "nothing of it was kept. Save again"
+            )
+
+    def _report(
+        self, stored: "_Stored", rows: Sequence[Row], written_bytes: int
+    ) -> SaveReport:
+        request = self.request
+        cut = [finding.chunk for finding in stored.findings]
+        mean, longest = chain_lengths([len(row.refs) for row in rows])
+        return SaveReport(
+            step=request.place.step_name,
+            item=request.place.item,
+            full_bytes=sum(chunk.content_bytes for chunk in cut),
+            written_bytes=written_bytes,
+            read_bytes=stored.read_bytes,
+            chunks=len(cut),
+            chunks_by_form=dict(sorted(stored.chunks_by_form.items())),
+            bytes_by_form=dict(sorted(stored.bytes_by_form.items())),
+            elements=sum(chunk.element_count for chunk in cut),
+            elements_changed=stored.elements_changed,
+            blocks=sum(-(-chunk.content_bytes // _BLOCK_BYTES) for chunk in cut),
+            blocks_changed=stored.blocks_changed,
+            records_per_chunk_mean=mean,
+            records_per_chunk_max=longest,
+            stage_seconds=dict(self.watch.seconds),
+            blocking_seconds=request.blocking_seconds,
+            total_seconds=time.perf_counter() - request.started,
+        )
+
+
+class _Stored:
+    """Rows of a save as they become known, and what the report counts.
+
+    Attributes:
+        findings: All chunks, in order.
+        entries: Their entries of the next base, in the same order, once filled in.
+    """
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        self.findings = findings
+        self.entries: list[Entry] = []
+        self._coded: dict[int, Entry] = {}
+        self._position = {id(finding): i for i, finding in enumerate(findings)}
+        self.chunks_by_form: collections.Counter[str] = collections.Counter()
+        self.bytes_by_form: collections.Counter[str] = collections.Counter()
+        self.elements_changed = 0
+        self.blocks_changed = 0
+        self.read_bytes = 0
+
+    def add(self, coded: coding.Coded, pack: str, offset: int) -> None:
+        """A record has found its place."""
+        form = coded.form.name.lower()
+        self.chunks_by_form[form] += 1
+        self.bytes_by_form[form] += len(coded.record)
+        self.elements_changed += coded.changed_words
+        self.blocks_changed += coded.changed_blocks
+        self.read_bytes += coded.read_bytes
+        self._coded[self._position[id(coded.finding)]] = Entry(
+            row=coded.row(pack, offset), content=coded.content
+        )
+
+    def fill_in(self, options: DeltaOptions) -> None:
+        """Rows of the chunks that needed no record."""
+        settled = [
+            self._coded.get(index) or self._settled(finding, options)
+            for index, finding in enumerate(self.findings)
+        ]
+        self.entries = [
+            entry or self._derived(finding, settled, options)
+            for entry, finding in zip(settled, self.findings, strict=True)
+        ]
+
+    def _settled(self, finding: Finding, options: DeltaOptions) -> Entry | None:
+        chunk = finding.chunk
+        if finding.status is Status.DERIVED:
+            return None
+        self.chunks_by_form[finding.status.value] += 1
+        if finding.status is Status.SAME and chunk.stored is not None:
+            row = chunk.stored.row
+            aged = dataclasses.replace(
+                row, leaf=chunk.leaf_index, age=min(row.age + 1, coding.MAX_AGE)
+            )
+            return Entry(row=aged, content=chunk.stored.content)
+        since, age = coding.first_counters(chunk.spread, options)
+        self._count_whole(finding)
+        constant = Ref(form=Form.CONSTANT, word=finding.word)
+        return Entry(
+            row=_row(finding, Rule.NONE, (constant,), since, age), content=None
+        )
+
+    def _derived(
+        self,
+        finding: Finding,
+        settled: Sequence[Entry | None],
+        options: DeltaOptions,
+    ) -> Entry:
+        self.chunks_by_form[finding.status.value] += 1
+        stored = finding.chunk.stored
+        if stored is None or stored.row.digest != finding.digest:
+            self._count_whole(finding)
+        source = settled[finding.source]
+        if source is None:
+            raise AssertionError("a derived chunk follows from one that is not derived")
+        # A copy shares the records of its source, and its cast if that has one.
+        rule = finding.rule or source.row.rule
+        since, age = coding.first_counters(finding.chunk.spread, options)
+        return Entry(row=_row(finding, rule, source.row.refs, since, age), content=None)
+
+    def _count_whole(self, finding: Finding) -> None:
+        self.elements_changed += finding.chunk.element_count
+        self.blocks_changed += -(-finding.chunk.content_bytes // _BLOCK_BYTES)
+
+
+def _row(
+    finding: Finding, rule: Rule, refs: tuple[Ref, ...], since: int, age: int
+) -> Row:
+    return Row(
+        leaf=finding.chunk.leaf_index,
+        box=finding.chunk.box,
+        digest=finding.digest,
+        rule=rule,
+        refs=refs,
+        since=since,
+        age=age,
+    )
+
+
+def _versions() -> Mapping[str, str]:
+    found = {}
+    for name in _VERSIONED:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

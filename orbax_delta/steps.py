@@ -1,0 +1,190 @@
+"""A step opened for reading: MANIFEST, rows and the folder that holds its packs."""
+
+import collections
+import dataclasses
+import os
+from collections.abc import Sequence
+
+from orbax_delta import chunks, parts, records
+from orbax_delta.base import Base
+from orbax_delta.errors import CorruptionError, NotFoundError
+from orbax_delta.manifests import MANIFEST_NAME, Manifest, PartEntry, parse_manifest
+from orbax_delta.parts import Row
+from orbax_delta.places import MAX_MANIFEST_DEPTH, SELF_CONTAINED_PACKS, Place
+from orbax_delta.reports import SaveReport
+from orbax_delta.store import STORE_NAME, DeltaStore, Folder
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One item of one step, with everything needed to read it.
+
+    Attributes:
+        place: Where it lies.
+        manifest: Its MANIFEST.
+        rows: All of its rows; every element of every leaf lies in exactly one box.
+        packs: Folder that holds its packs.
+    """
+
+    place: Place
+    manifest: Manifest
+    rows: Sequence[Row]
+    packs: Folder
+
+    def as_base(self) -> Base:
+        """What the next save finds stored after this step."""
+        return Base.of_step(
+            self.manifest.leaves,
+            self.rows,
+            store_uuid=self.manifest.store_uuid,
+            save_index=self.manifest.save_index,
+            predecessor={
+                "step": self.place.step_name,
+                "attempt": self.manifest.attempt,
+            },
+        )
+
+
+def open_step(place: Place) -> Step:
+    """Open an item of a step.
+
+    Raises:
+        NotFoundError: There is no MANIFEST, or no store above the step is its own.
+        FormatError: MANIFEST, part or store is damaged.
+        UnsupportedVersionError: A newer format wrote something of it.
+        CorruptionError: A digest does not match, or the rows do not cover the leaves.
+    """
+    item = Folder(place.item_url)
+    manifest = read_manifest(item)
+    if manifest is None:
+        raise NotFoundError(
+            f"{place.label} holds no {MANIFEST_NAME}; it was not saved by orbax_delta, "
+            "or its deletion was interrupted"
+        )
+    packs = packs_of(manifest, item)
+    return Step(
+        place=place, manifest=manifest, rows=_read_rows(item, manifest), packs=packs
+    )
+
+
+def read_manifest(item: Folder) -> Manifest | None:
+    """The MANIFEST of an item's directory, or None where there is none.
+
+    Raises:
+        FormatError: It is damaged.
+        UnsupportedVersionError: A newer format wrote it.
+        CorruptionError: Its digest does not match.
+    """
+    data = item.read(MANIFEST_NAME)
+    if data is None:
+        return None
+    return parse_manifest(data, where=item.url + MANIFEST_NAME)
+
+
+def packs_of(manifest: Manifest, item: Folder) -> Folder:
+    """The folder that holds the packs of a step.
+
+    A step keeps its store whether it lies in the root, was moved to a trash folder
+    below it or is still being written: the nearest store of that identity counts.
+
+    Raises:
+        NotFoundError: No folder above the step holds its store.
+        FormatError: The nearest store is damaged.
+    """
+    if manifest.self_contained:
+        return item.child(SELF_CONTAINED_PACKS)
+    others = []
+    url = item.url.rstrip("/")
+    for _ in range(MAX_MANIFEST_DEPTH):
+        url = url.rpartition("/")[0]
+        if not url or url.endswith(":/"):
+            break
+        store = DeltaStore.open(Folder(url))
+        if store is not None and store.uuid == manifest.store_uuid:
+            return store.packs
+        if store is not None:
+            others.append(f"{store.url} is store {store.uuid}")
+    raise NotFoundError(
+        f"{item.url} needs store {manifest.store_uuid}, which is not above it"
+        + (f" ({'; '.join(others)})" if others else "")
+        + ". The step was moved or copied without its store; when it was saved the "
+        f"store was {manifest.store_url}. Put the step back under the folder that "
+        f"holds that {STORE_NAME}, or copy that {STORE_NAME} beside the step"
+    )
+
+
+def _read_part(item: Folder, part: PartEntry) -> bytes:
+    data = item.read(part.name)
+    if data is None:
+        raise CorruptionError(f"the part {item.url}{part.name} is missing")
+    if len(data) != part.length or records.digest(data).hex() != part.digest:
+        raise CorruptionError(
+            f"the part {item.url}{part.name} holds {len(data)} bytes with digest "
+            f"{records.digest(data).hex()}; expected {part.length} with {part.digest}"
+        )
+    return data
+
+
+def _read_rows(item: Folder, manifest: Manifest) -> list[Row]:
+    words = manifest.word_sizes()
+    rows: list[Row] = []
+    for part in manifest.parts:
+        data = _read_part(item, part)
+        try:
+            rows += parts.parse_part(
+                data,
+                attempt=bytes.fromhex(manifest.attempt),
+                packs=manifest.packs,
+                words=words,
+            )
+        except CorruptionError as error:
+            raise CorruptionError(f"{item.url}{part.name}: {error}") from error
+    _check_cover(item, manifest, rows)
+    return rows
+
+
+def _check_cover(item: Folder, manifest: Manifest, rows: Sequence[Row]) -> None:
+    """Every element of every leaf lies in a row; a leaf without rows is an error."""
+    covered: collections.Counter[int] = collections.Counter()
+    for row in rows:
+        leaf = manifest.leaves[row.leaf]
+        inside = len(row.box) == len(leaf.shape) and all(
+            0 <= start < stop <= size
+            for (start, stop), size in zip(row.box, leaf.shape, strict=True)
+        )
+        if not inside:
+            raise CorruptionError(
+                f"{item.url}: a row places a chunk at {row.box} of leaf {leaf.name}, "
+                f"whose shape is {leaf.shape}"
+            )
+        covered[row.leaf] += chunks.element_count(row.box)
+    for index, leaf in enumerate(manifest.leaves):
+        size = chunks.element_count(chunks.whole(leaf.shape)) if leaf.dtype else 0
+        if covered[index] != size:
+            raise CorruptionError(
+                f"{item.url}: the rows of leaf {leaf.name} cover {covered[index]} of "
+                f"{size} elements"
+            )
+
+
+def save_report(directory: str | os.PathLike[str]) -> SaveReport:
+    """The report kept with a step.
+
+    Args:
+        directory: A step's directory with one item, or an item's directory.
+
+    Raises:
+        NotFoundError: There is no MANIFEST, or there are several.
+    """
+    folder = Folder(os.fspath(directory))
+    found = folder.find(MANIFEST_NAME, max_depth=1, skip=STORE_NAME)
+    if len(found) != 1:
+        raise NotFoundError(
+            f"{folder.url} holds {len(found)} MANIFESTs {found}; name the directory of "
+            "one step and item"
+        )
+    item = Folder(folder.url + found[0].removesuffix(MANIFEST_NAME))
+    manifest = read_manifest(item)
+    if manifest is None:
+        raise NotFoundError(f"{item.url}{MANIFEST_NAME} vanished")
+    return SaveReport.from_document(manifest.report)

@@ -1,0 +1,248 @@
+"""Files: folders of keys through TensorStore, and the layout of a delta store.
+
+The only module that uses TensorStore. Every operation is one call of a `Folder`, so
+that every one can be made to fail in a test, and every failure is a `StorageError` that
+names the operation and the file. Does not belong here: what the bytes mean.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import tensorstore as ts
+
+from orbax_delta import errors
+from orbax_delta.records import FORMAT_VERSION
+
+STORE_NAME = "_delta_store"
+STORE_FILE = "STORE.json"
+# Orbax's clean-up of temporary folders spares a folder that holds this file
+# (COMMIT_FILE atomicity; the default on gs://).
+COMMIT_MARKER = "commit_success.txt"
+_STORE_MAGIC = "orbax-delta-store"
+
+# What TensorStore's status codes become in Python.
+_TENSORSTORE_ERRORS = (ValueError, OSError, IndexError, RuntimeError)
+
+
+class Pending(Protocol):
+    """An operation under way."""
+
+    def result(self) -> Any:
+        """Wait for it.
+
+        Raises:
+            StorageError: It failed.
+        """
+
+
+class _Operation:
+    def __init__(self, what: str, future: "ts.Future[Any]") -> None:
+        self._what = what
+        self._future = future
+
+    def result(self) -> Any:
+        with _translated(self._what):
+            return self._future.result()
+
+
+class Folder:
+    """Keys below one location; all keys are relative, with `/` inside.
+
+    Attributes:
+        url: Location as a path or URL, ending in `/`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url if url.endswith("/") else url + "/"
+        with _translated(f"open {self.url}"):
+            self._kvstore = ts.KvStore.open(_spec(self.url)).result()
+
+    def child(self, name: str) -> "Folder":
+        """The folder `name` inside this one; it need not exist."""
+        return Folder(self.url + name)
+
+    def start_write(self, key: str, data: bytes) -> Pending:
+        """Begin an atomic write of one key."""
+        return _Operation(f"write {self.url}{key}", self._kvstore.write(key, data))
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write one key atomically; durable on return."""
+        self.start_write(key, data).result()
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a key only if it does not exist; False when it does."""
+        with _translated(f"create {self.url}{key}"):
+            missing = self._kvstore.read(key).result()
+            if missing.state != "missing":
+                return False
+            # A failed condition raises nothing: the generation comes back empty.
+            stamp = self._kvstore.write(
+                key, data, if_equal=missing.stamp.generation
+            ).result()
+            return bool(stamp.generation)
+
+    def read(self, key: str) -> bytes | None:
+        """The whole value of a key, or None when there is none."""
+        with _translated(f"read {self.url}{key}"):
+            got = self._kvstore.read(key).result()
+        return bytes(got.value) if got.state == "value" else None
+
+    def start_read(self, key: str, offset: int, length: int) -> Pending:
+        """Begin to read a byte range; `result()` has `.state` and `.value`."""
+        return _Operation(
+            f"read {length} bytes at {offset} of {self.url}{key}",
+            self._kvstore.read(key, byte_range=slice(offset, offset + length)),
+        )
+
+    def names(self) -> list[str]:
+        """All keys, sorted."""
+        with _translated(f"list {self.url}"):
+            return sorted(key.decode() for key in self._kvstore.list().result())
+
+    def delete(self, key: str) -> None:
+        """Remove a key; no error when there is none."""
+        with _translated(f"delete {self.url}{key}"):
+            self._kvstore.write(key, None).result()
+
+    def find(self, name: str, *, max_depth: int, skip: str) -> list[str]:
+        """Keys whose last component is `name`, at most `max_depth` folders down.
+
+        Folders called `skip` are not entered. On a local disk this does not list the
+        many files of other handlers' steps.
+
+        Raises:
+            FileNotFoundError: A folder vanished while it was read (local disks).
+        """
+        if not _is_local(self.url):
+            keys = (key.split("/") for key in self.names())
+            return [
+                "/".join(parts)
+                for parts in keys
+                if parts[-1] == name
+                and skip not in parts
+                and len(parts) <= max_depth + 1
+            ]
+        return sorted(_find_local(Path(self.url), "", name, max_depth, skip))
+
+
+def _find_local(
+    root: Path, below: str, name: str, depth: int, skip: str
+) -> Iterator[str]:
+    with os.scandir(root / below) as entries:
+        for entry in entries:
+            if entry.name == name and entry.is_file():
+                yield below + name
+            elif depth and entry.name != skip and entry.is_dir(follow_symlinks=False):
+                yield from _find_local(
+                    root, f"{below}{entry.name}/", name, depth - 1, skip
+                )
+
+
+def _is_local(url: str) -> bool:
+    return "://" not in url
+
+
+def _spec(url: str) -> Any:
+    return {"driver": "file", "path": url} if _is_local(url) else url
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except errors.DeltaError:
+        raise
+    except _TENSORSTORE_ERRORS as error:
+        raise errors.StorageError(f"could not {what}: {error}") from error
+
+
+class DeltaStore:
+    """The store of one manager root.
+
+    Attributes:
+        root: Folder of the manager.
+        uuid: Identity of the store, from STORE.json.
+        packs: Write-once files of records.
+        pins: What saves in flight name.
+        condemned: What prunes in flight are about to delete.
+    """
+
+    def __init__(self, root: Folder, uuid: str) -> None:
+        self.root = root
+        self.uuid = uuid
+        self._folder = root.child(STORE_NAME)
+        self.packs = self._folder.child("packs")
+        self.pins = self._folder.child("pins")
+        self.condemned = self._folder.child("condemned")
+
+    @property
+    def url(self) -> str:
+        """Location of the store."""
+        return self._folder.url
+
+    @classmethod
+    def open(cls, root: Folder) -> "DeltaStore | None":
+        """The store below `root`, or None when there is none.
+
+        Raises:
+            FormatError: STORE.json is damaged.
+            UnsupportedVersionError: A newer format made it.
+        """
+        folder = root.child(STORE_NAME)
+        data = folder.read(STORE_FILE)
+        return None if data is None else cls(root, _parse_store(data, folder.url))
+
+    @classmethod
+    def open_or_create(cls, root: Folder) -> "DeltaStore":
+        """The store below `root`, made now if there is none."""
+        existing = cls.open(root)
+        if existing is not None:
+            return existing
+        folder = root.child(STORE_NAME)
+        folder.write(COMMIT_MARKER, b"")
+        uuid = secrets.token_hex(16)
+        if folder.create(STORE_FILE, _store_document(uuid)):
+            return cls(root, uuid)
+        # Another manager was quicker; its store is the store.
+        winner = cls.open(root)
+        if winner is None:
+            raise errors.StorageError(f"{folder.url}{STORE_FILE} appeared and vanished")
+        return winner
+
+    def refresh_markers(self) -> None:
+        """Rewrite the two fixed files, so that age rules on the bucket spare them."""
+        self._folder.write(COMMIT_MARKER, b"")
+        self._folder.write(STORE_FILE, _store_document(self.uuid))
+
+
+def _store_document(uuid: str) -> bytes:
+    document = {"magic": _STORE_MAGIC, "format_version": FORMAT_VERSION, "uuid": uuid}
+    return json.dumps(document, sort_keys=True).encode() + b"\n"
+
+
+def _parse_store(data: bytes, url: str) -> str:
+    where = f"{url}{STORE_FILE}"
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise errors.FormatError(
+            f"{where} is not JSON ({error}); restore it from a copy, or write it anew "
+            'with the "store_uuid" that any MANIFEST of this root names'
+        ) from error
+    if not isinstance(document, dict) or document.get("magic") != _STORE_MAGIC:
+        raise errors.FormatError(f"{where} is not the file of a delta store")
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        raise errors.UnsupportedVersionError(
+            f"{where} has format version {version}; this package reads "
+            f"{FORMAT_VERSION}. Upgrade orbax_delta"
+        )
+    uuid = document.get("uuid")
+    if not isinstance(uuid, str) or not uuid:
+        raise errors.FormatError(f"{where} has no uuid")
+    return uuid
