@@ -6,6 +6,7 @@ empty box `()`. Cutting, overlap and subtraction only; no bytes, no jax.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from types import EllipsisType
 
 Box = tuple[tuple[int, int], ...]
 
@@ -42,12 +43,16 @@ def contains(outer: Box, inner: Box) -> bool:
     return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
 
 
-def slices(box: Box, origin: Box) -> tuple[slice, ...]:
-    """Index of `box` in an array that holds exactly `origin`."""
-    return tuple(
+def slices(box: Box, origin: Box) -> tuple[slice | EllipsisType, ...]:
+    """Index of `box` in an array that holds exactly `origin`.
+
+    The ellipsis keeps a 0-d array an array: a numpy scalar has no byte order.
+    """
+    spans = (
         slice(start - base, stop - base)
         for (start, stop), (base, _) in zip(box, origin, strict=True)
     )
+    return (*spans, ...)
 
 
 def cut(box: Box, max_elements: int) -> Iterator[Box]:

@@ -33,9 +33,8 @@ _PLANE_PARAMETERS = zstandard.ZstdCompressionParameters(
     target_length=0,
     strategy=zstandard.STRATEGY_FAST,
 )
-# Positions and values of sparse changes are few and full of runs: worth a real search.
-_SPARSE_PARAMETERS = zstandard.ZstdCompressionParameters(compression_level=3)
-
+# A block of a zstd frame takes 4 bytes or more and yields at most 128 KiB.
+_MAX_EXPANSION = 1 << 15
 _PROBE_PIECES = 4
 _PROBE_BYTES = 2048
 _PROBE_KEEP = 0.98
@@ -50,7 +49,7 @@ class Form(enum.IntEnum):
 
     CONSTANT = 1
     PLANES = 2
-    XOR_PLANES = 3
+    DIFFERENCE = 3
     BLOCKS = 4
     SPARSE = 5
 
@@ -85,8 +84,7 @@ class _Coders(threading.local):
     """zstd contexts are not safe to share between threads."""
 
     def __init__(self) -> None:
-        self.planes = zstandard.ZstdCompressor(compression_params=_PLANE_PARAMETERS)
-        self.sparse = zstandard.ZstdCompressor(compression_params=_SPARSE_PARAMETERS)
+        self.encoder = zstandard.ZstdCompressor(compression_params=_PLANE_PARAMETERS)
         self.decoder = zstandard.ZstdDecompressor()
 
 
@@ -114,16 +112,16 @@ def fill(word: bytes, content_bytes: int) -> Bytes:
 
 def encode_full(content: Bytes, word_bytes: int) -> bytes:
     """Payload of form PLANES: byte planes, each raw, filled or entropy coded."""
-    return _encode_planes(content, word_bytes, _coders.planes)
+    return _encode_planes(content, word_bytes)
 
 
 def encode_delta(content: Bytes, base: Bytes, word_bytes: int) -> Delta:
     """The smallest delta payload that turns `base` into `content`.
 
     Sparse positions are tried below 12.5 % changed elements, blocks while a quarter of
-    them is unchanged, XOR planes whenever the change is not tiny.
+    them is unchanged, planes of the whole difference whenever that is not tiny.
     """
-    difference = _xor(content, base)
+    difference = _difference(content, base, word_bytes)
     changed = _words(difference, word_bytes) != 0
     changed_words = int(np.count_nonzero(changed))
     block_map = _changed_blocks(difference)
@@ -137,8 +135,8 @@ def encode_delta(content: Bytes, base: Bytes, word_bytes: int) -> Delta:
         payload = _encode_blocks(difference, block_map, word_bytes)
         candidates.append((len(payload), Form.BLOCKS, payload))
     if density > SPARSE_MAX_DENSITY / 4 or not candidates:
-        payload = _encode_planes(difference, word_bytes, _coders.planes)
-        candidates.append((len(payload), Form.XOR_PLANES, payload))
+        payload = _encode_planes(difference, word_bytes)
+        candidates.append((len(payload), Form.DIFFERENCE, payload))
     _, form, payload = min(candidates)
     return Delta(
         form=form,
@@ -181,8 +179,9 @@ def decode(
             f"a {form.name} record needs {content_bytes} bytes of base content; "
             f"found {None if base is None else base.size}"
         )
-    if form is Form.XOR_PLANES:
-        return _xor(_decode_planes_exactly(view, content_bytes, word_bytes), base)
+    if form is Form.DIFFERENCE:
+        change = _decode_planes_exactly(view, content_bytes, word_bytes)
+        return _add(base, change, word_bytes)
     if form is Form.BLOCKS:
         return _decode_blocks(view, base, word_bytes)
     return _decode_sparse(view, base, word_bytes)
@@ -192,10 +191,26 @@ def _words(content: Bytes, word_bytes: int) -> np.ndarray:
     return content.view(np.dtype(f"<u{word_bytes}"))
 
 
-def _xor(left: Bytes, right: Bytes) -> Bytes:
-    if left.size % 8 == 0:
-        return (left.view(np.uint64) ^ right.view(np.uint64)).view(np.uint8)
-    return left ^ right
+def _difference(content: Bytes, base: Bytes, word_bytes: int) -> Bytes:
+    """`content - base` by words, modulo their range, zigzag: near zero both ways.
+
+    Nearby floats of one sign are nearby integers, so that a small change leaves the
+    high planes empty; 5 % smaller than XOR on trained states (DESIGN.md, decision 5).
+    """
+    change = _words(content, word_bytes) - _words(base, word_bytes)
+    signs = change.view(np.dtype(f"<i{word_bytes}")) >> (8 * word_bytes - 1)
+    change <<= 1
+    change ^= signs.view(change.dtype)
+    return change.view(np.uint8)
+
+
+def _add(base: Bytes, change: Bytes, word_bytes: int) -> Bytes:
+    """The content whose `_difference` from `base` is `change`."""
+    words = _words(change, word_bytes)
+    odd = -(words & 1)
+    total = (words >> 1) ^ odd
+    total += _words(base, word_bytes)
+    return total.view(np.uint8)
 
 
 def _changed_blocks(difference: Bytes) -> np.ndarray:
@@ -220,7 +235,7 @@ def _encode_blocks(difference: Bytes, block_map: np.ndarray, word_bytes: int) ->
     if block_map.size > whole and block_map[whole]:
         picked = np.concatenate([picked, difference[whole * BLOCK_BYTES :]])
     bitmap = np.packbits(block_map, bitorder="little").tobytes()
-    return bitmap + _encode_planes(picked, word_bytes, _coders.planes)
+    return bitmap + _encode_planes(picked, word_bytes)
 
 
 def _decode_blocks(view: memoryview, base: Bytes, word_bytes: int) -> Bytes:
@@ -241,7 +256,7 @@ def _decode_blocks(view: memoryview, base: Bytes, word_bytes: int) -> Bytes:
         view[bitmap_bytes:], int(np.count_nonzero(inside)), word_bytes
     )
     content = base.copy()
-    content[inside] ^= picked
+    content[inside] = _add(base[inside], picked, word_bytes)
     return content
 
 
@@ -252,12 +267,11 @@ def _encode_sparse(difference: Bytes, changed: np.ndarray, word_bytes: int) -> b
     gap_bytes = 1 if widest < 1 << 8 else 2 if widest < 1 << 16 else 4
     gap_words = gaps.astype(np.dtype(f"<u{gap_bytes}")).view(np.uint8)
     values = _words(difference, word_bytes)[positions].view(np.uint8)
-    coder = _coders.sparse
     return b"".join(
         (
             _SPARSE_HEAD.pack(gap_bytes, positions.size),
-            _encode_planes(gap_words, gap_bytes, coder),
-            _encode_planes(values, word_bytes, coder),
+            _encode_planes(gap_words, gap_bytes),
+            _encode_planes(values, word_bytes),
         )
     )
 
@@ -283,41 +297,39 @@ def _decode_sparse(view: memoryview, base: Bytes, word_bytes: int) -> Bytes:
         raise CorruptionError(
             f"a SPARSE record changes element {int(positions[-1])} of {words.size}"
         )
-    words[positions] ^= _words(values, word_bytes)
+    old = words[positions].view(np.uint8)
+    words[positions] = _words(_add(old, values, word_bytes), word_bytes)
     return content
 
 
-def _encode_planes(
-    content: Bytes, word_bytes: int, coder: zstandard.ZstdCompressor
-) -> bytes:
+def _encode_planes(content: Bytes, word_bytes: int) -> bytes:
     planes = content.reshape(-1, word_bytes)
     parts: list[bytes] = []
     for index in range(word_bytes):
-        plane = np.ascontiguousarray(planes[:, index])
-        method, data = _encode_plane(plane, coder)
+        method, data = _encode_plane(np.ascontiguousarray(planes[:, index]))
         parts += (_PLANE_HEAD.pack(method, len(data)), data)
     return b"".join(parts)
 
 
-def _encode_plane(plane: Bytes, coder: zstandard.ZstdCompressor) -> tuple[int, bytes]:
+def _encode_plane(plane: Bytes) -> tuple[int, bytes]:
     if plane.size == 0:
         return _RAW, b""
     if plane[0] == plane[-1] and not (plane != plane[0]).any():
         return _FILL, plane[:1].tobytes()
-    if _looks_compressible(plane, coder):
-        data = coder.compress(plane.data)
+    if _looks_compressible(plane):
+        data = _coders.encoder.compress(plane.data)
         if len(data) < plane.size:
             return _ZSTD, data
     return _RAW, plane.tobytes()
 
 
-def _looks_compressible(plane: Bytes, coder: zstandard.ZstdCompressor) -> bool:
+def _looks_compressible(plane: Bytes) -> bool:
     """Try a few pieces: mantissa noise is told from structure at 1 % of the cost."""
     if plane.size <= 2 * _PROBE_PIECES * _PROBE_BYTES:
         return True
     starts = np.linspace(0, plane.size - _PROBE_BYTES, _PROBE_PIECES).astype(int)
     probe = b"".join(plane[s : s + _PROBE_BYTES].tobytes() for s in starts)
-    return len(coder.compress(probe)) < _PROBE_KEEP * len(probe)
+    return len(_coders.encoder.compress(probe)) < _PROBE_KEEP * len(probe)
 
 
 def _decode_planes_exactly(
@@ -367,7 +379,8 @@ def decompress(data: bytes | memoryview, expected_bytes: int) -> bytes:
     ask for much memory.
 
     Raises:
-        CorruptionError: The frame is damaged or announces another size.
+        CorruptionError: The frame is damaged, announces another size or more than it
+            can hold, or bytes follow it.
     """
     try:
         announced = zstandard.frame_content_size(data)
@@ -375,7 +388,14 @@ def decompress(data: bytes | memoryview, expected_bytes: int) -> bytes:
             raise CorruptionError(
                 f"a zstd frame announces {announced} bytes; expected {expected_bytes}"
             )
-        content = _coders.decoder.decompress(data, max_output_size=expected_bytes)
+        if expected_bytes > len(data) * _MAX_EXPANSION:
+            raise CorruptionError(
+                f"a zstd frame of {len(data)} bytes announces {announced}; no frame "
+                f"holds more than {_MAX_EXPANSION} times its size"
+            )
+        content = _coders.decoder.decompress(
+            data, max_output_size=expected_bytes, allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
         raise CorruptionError(f"a zstd frame does not decode: {error}") from error
     if len(content) != expected_bytes:

@@ -21,9 +21,8 @@ from orbax_delta.store import Folder
 
 _logger = logging.getLogger("orbax_delta")
 
-# A delta nearly as large as a full record is not worth a longer list.
+# From here on a full record may be the smaller one: both are made.
 _TRY_FULL_SHARE = 0.85
-_DELTA_MUST_SAVE = 0.97
 # The full record of what was constant is not known; assume that it codes this well.
 _CONSTANT_FULL_SHARE = 0.25
 _SELF_CHECK_EVERY = 16
@@ -139,7 +138,7 @@ def _record(
         payload = codecs.encode_full(content, word_bytes)
     elif len(delta.payload) > _TRY_FULL_SHARE * _full_bytes(finding):
         payload = codecs.encode_full(content, word_bytes)
-        if len(delta.payload) < _DELTA_MUST_SAVE * len(payload):
+        if len(delta.payload) < len(payload):
             form, payload = delta.form, delta.payload
     else:
         form, payload = delta.form, delta.payload

@@ -76,7 +76,9 @@ def element_type(dtype: np.dtype) -> ElementType:
     name = dtype.name if dtype.isnative else dtype.str
     if dtype.kind in "mM":
         name = dtype.str
-    known = dtype.kind in _BUILTIN_KINDS or hasattr(ml_dtypes, dtype.name)
+    # Swapped ml_dtypes lose their name: nothing could tell what their bytes mean.
+    own = dtype.isnative and hasattr(ml_dtypes, dtype.name)
+    known = dtype.kind in _BUILTIN_KINDS or own
     if not known or dtype.itemsize > _LARGEST_ITEM_BYTES or dtype.char in "gG":
         raise InvalidInputError(
             f"dtype {dtype} cannot be stored; expected a bool, integer, float, "

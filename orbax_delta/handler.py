@@ -60,10 +60,12 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
         Raises:
             InvalidInputError: A leaf cannot be stored; nothing was written.
         """
-        request = self._request(directory, args)
+        # Orbax keeps the future, and with it this list, until the next save; the state
+        # must not live that long, for jax cannot reuse buffers that are viewed.
+        requests = [self._request(directory, args)]
 
         async def write() -> None:
-            self._run(request)
+            self._run(requests.pop())
 
         # Made here, in the calling thread: it captures which save it belongs to.
         return [

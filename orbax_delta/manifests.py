@@ -158,6 +158,13 @@ class Manifest:
 def encode_manifest(manifest: Manifest) -> bytes:
     """Header line and JSON; equal manifests give equal bytes."""
     document = dataclasses.asdict(manifest)
+    # Most leaves share one of a few shardings: a table keeps the file small.
+    table: list[Json] = [None]
+    for leaf in document["leaves"]:
+        if leaf["sharding"] not in table:
+            table.append(leaf["sharding"])
+        leaf["sharding"] = table.index(leaf["sharding"])
+    document["shardings"] = table
     body = json.dumps(
         document, sort_keys=True, separators=(",", ":"), allow_nan=False
     ).encode()
@@ -207,13 +214,14 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
 
 
 def _from_document(document: Mapping[str, Json], where: str) -> Manifest:
-    fields = {field.name: field for field in dataclasses.fields(Manifest)}
-    if set(document) != set(fields):
+    fields = {field.name for field in dataclasses.fields(Manifest)} | {"shardings"}
+    if set(document) != fields:
         raise FormatError(
             f"{where} has the fields {sorted(document)}; expected {sorted(fields)}"
         )
     try:
-        leaves = tuple(_leaf(entry) for entry in document["leaves"])
+        table = document.pop("shardings")
+        leaves = tuple(_leaf(entry, table) for entry in document["leaves"])
         parts = tuple(PartEntry(**entry) for entry in document["parts"])
     except (TypeError, KeyError, ValueError) as error:
         raise FormatError(
@@ -232,12 +240,15 @@ def _require(where: str, field: str, good: object) -> None:
         raise FormatError(f"{where} has a field {field!r} that breaks the format")
 
 
-def _leaf(document: Mapping[str, Json]) -> LeafEntry:
+def _leaf(document: Mapping[str, Json], shardings: Sequence[Json]) -> LeafEntry:
+    if document["sharding"] not in range(len(shardings)):
+        raise InvalidInputError(f"there is no sharding {document['sharding']!r}")
     entry = LeafEntry(
         **{
             **document,
             "path": tuple(document["path"]),
             "shape": tuple(document["shape"]),
+            "sharding": shardings[document["sharding"]],
         }
     )
     if entry.kind not in ARRAY_KINDS | VALUE_KINDS:

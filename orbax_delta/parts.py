@@ -22,6 +22,8 @@ PART_MAGIC = b"ODPART\r\n"
 _HEAD = struct.Struct("<8sHHIIIQ16s")
 _INLINE = 0xFFFFFFFF
 _MAX_ROWS = 1 << 26
+_MAX_DIMENSIONS = 64
+_CAST_WORD_BYTES = 2
 _ZSTD_LEVEL = 3
 
 
@@ -131,7 +133,7 @@ def parse_part(
     """
     if len(data) < _HEAD.size:
         raise CorruptionError(f"a part of {len(data)} bytes has no header")
-    magic, version, _, row_count, ref_count, bound_count, body_bytes, owner = (
+    magic, version, flags, row_count, ref_count, bound_count, body_bytes, owner = (
         _HEAD.unpack_from(data)
     )
     if magic != PART_MAGIC:
@@ -144,6 +146,11 @@ def parse_part(
     if owner != attempt:
         raise FormatError(
             f"a part was written by attempt {owner.hex()}; expected {attempt.hex()}"
+        )
+    if flags or bound_count > 2 * _MAX_DIMENSIONS * row_count:
+        raise CorruptionError(
+            f"a part has flags {flags} and {bound_count} bounds for {row_count} rows; "
+            "no such part in this format version"
         )
     expected = row_count * (11 + DIGEST_BYTES) + bound_count * 8 + ref_count * 13
     if body_bytes != expected or max(row_count, ref_count) > _MAX_ROWS:

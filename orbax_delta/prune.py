@@ -135,8 +135,9 @@ def _mark(store: DeltaStore) -> tuple[frozenset[str], frozenset[str]]:
         named: set[str] = set()
         for key, data in contents.items():
             manifest = parse_manifest(data or b"", where=store.root.url + key)
-            if manifest.store_uuid == store.uuid:
-                named.update(manifest.packs)
+            # Whatever store it names: pack names are unique, and STORE.json can be
+            # lost and made anew.
+            named.update(manifest.packs)
         return keys, frozenset(named)
     raise StorageError(
         f"the steps below {store.root.url} kept changing while they were read; nothing "

@@ -106,6 +106,11 @@ def parse_record(data: memoryview) -> Record:
             f"a record has form {form}, word size {word_bytes}, flags {flags}; "
             "no such record in this format version"
         )
+    if content_bytes % word_bytes:
+        raise CorruptionError(
+            f"a record's content of {content_bytes} bytes is not made of whole words "
+            f"of {word_bytes}"
+        )
     return Record(
         form=Form(form),
         word_bytes=word_bytes,
@@ -177,7 +182,7 @@ def parse_pack(pack: memoryview) -> PackIndex:
     """
     if len(pack) < _PACK_HEAD.size + _PACK_TAIL.size:
         raise CorruptionError(f"a pack of {len(pack)} bytes is cut off")
-    magic, version, _, number, attempt = _PACK_HEAD.unpack_from(pack)
+    magic, version, flags, number, attempt = _PACK_HEAD.unpack_from(pack)
     if magic != PACK_MAGIC:
         raise FormatError(f"a pack begins with {magic!r}; expected {PACK_MAGIC!r}")
     if version != FORMAT_VERSION:
@@ -194,6 +199,8 @@ def parse_pack(pack: memoryview) -> PackIndex:
     index = pack[index_start : index_start + index_bytes]
     if digest(bytes(pack[: _PACK_HEAD.size]) + bytes(index)) != index_digest:
         raise CorruptionError("the digest of a pack's header and index does not match")
+    if flags:
+        raise CorruptionError(f"a pack has flags {flags}; this format version has none")
     spans = tuple(_INDEX_ENTRY.iter_unpack(index))
     expected = _PACK_HEAD.size
     for offset, length in spans:

@@ -20,7 +20,7 @@ class SaveReport:
         read_bytes: Bytes of earlier records read to make deltas against.
         chunks: Chunks of the state.
         chunks_by_form: Chunks by how this save stored them: `reference`, `constant`,
-            `derived`, `planes`, `xor_planes`, `blocks`, `sparse`.
+            `derived`, `planes`, `difference`, `blocks`, `sparse`.
         bytes_by_form: Bytes of new records by form.
         elements: Elements of the state's arrays.
         elements_changed: Of these, how many differ from the previous save; a chunk

@@ -131,12 +131,17 @@ def _read_rows(item: Folder, manifest: Manifest) -> list[Row]:
     for part in manifest.parts:
         data = _read_part(item, part)
         try:
-            rows += parts.parse_part(
-                data,
-                attempt=bytes.fromhex(manifest.attempt),
-                packs=manifest.packs,
-                words=words,
+            found = list(
+                parts.parse_part(
+                    data,
+                    attempt=bytes.fromhex(manifest.attempt),
+                    packs=manifest.packs,
+                    words=words,
+                )
             )
+            if len(found) != part.rows:
+                raise CorruptionError(f"it holds {len(found)} rows, not {part.rows}")
+            rows += found
         except CorruptionError as error:
             raise CorruptionError(f"{item.url}{part.name}: {error}") from error
     _check_cover(item, manifest, rows)

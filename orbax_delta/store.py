@@ -117,6 +117,7 @@ class Folder:
 
         Raises:
             FileNotFoundError: A folder vanished while it was read (local disks).
+            StorageError: A folder cannot be listed.
         """
         if not _is_local(self.url):
             keys = (key.split("/") for key in self.names())
@@ -127,7 +128,12 @@ class Folder:
                 and skip not in parts
                 and len(parts) <= max_depth + 1
             ]
-        return sorted(_find_local(Path(self.url), "", name, max_depth, skip))
+        try:
+            return sorted(_find_local(Path(self.url), "", name, max_depth, skip))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise errors.StorageError(f"could not list {self.url}: {error}") from error
 
 
 def _find_local(
@@ -137,7 +143,9 @@ def _find_local(
         for entry in entries:
             if entry.name == name and entry.is_file():
                 yield below + name
-            elif depth and entry.name != skip and entry.is_dir(follow_symlinks=False):
+            elif depth and entry.name != skip and entry.is_dir():
+                # A link too: Orbax lists and restores a step that was moved to another
+                # disk and linked. The depth bounds links in a circle.
                 yield from _find_local(
                     root, f"{below}{entry.name}/", name, depth - 1, skip
                 )
@@ -199,11 +207,19 @@ class DeltaStore:
 
     @classmethod
     def open_or_create(cls, root: Folder) -> "DeltaStore":
-        """The store below `root`, made now if there is none."""
+        """The store below `root`, made now if there is none.
+
+        Raises:
+            FormatError: STORE.json is damaged.
+            UnsupportedVersionError: A newer format made it.
+            CorruptionError: There are packs, but STORE.json is missing.
+        """
         existing = cls.open(root)
         if existing is not None:
             return existing
         folder = root.child(STORE_NAME)
+        if folder.child("packs").names():
+            return cls._of_packs(root, folder)
         folder.write(COMMIT_MARKER, b"")
         uuid = secrets.token_hex(16)
         if folder.create(STORE_FILE, _store_document(uuid)):
@@ -213,6 +229,19 @@ class DeltaStore:
         if winner is None:
             raise errors.StorageError(f"{folder.url}{STORE_FILE} appeared and vanished")
         return winner
+
+    @classmethod
+    def _of_packs(cls, root: Folder, folder: Folder) -> "DeltaStore":
+        """The store of packs that were there before its STORE.json was seen."""
+        winner = cls.open(root)
+        if winner is not None:
+            return winner
+        # A new identity would make every step that needs these packs unreadable.
+        raise errors.CorruptionError(
+            f"{folder.url} holds packs but no {STORE_FILE}; nothing was written. "
+            f"Restore it from a copy; `orbax-delta verify {root.url}` prints what it "
+            "must hold"
+        )
 
     def refresh_markers(self) -> None:
         """Rewrite the two fixed files, so that age rules on the bucket spare them."""
