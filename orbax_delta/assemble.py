@@ -30,6 +30,7 @@ _MAKE_OF_KIND = {
     "bytes": Make.PYTHON,
 }
 _TEXT_KINDS = ("str", "bytes")
+_NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -88,7 +89,7 @@ def plan_leaf(entry: LeafEntry, wanted: Wanted, *, moved: list[str]) -> LeafPlan
         wanted = dataclasses.replace(wanted, make=make)
     _check(entry, wanted)
     if wanted.make is Make.JAX:
-        wanted = _placed(entry, wanted, moved)
+        wanted = _placed(entry, _resolved(entry, wanted), moved)
     regions = _regions(entry, wanted)
     dtype = entry.element.dtype if regions else None
     buffers = {
@@ -118,6 +119,8 @@ def _check(entry: LeafEntry, wanted: Wanted) -> None:
     if wanted.python in (str, bytes):
         raise StructureError(f"{stored}; the target is a {wanted.python.__name__}")
     if entry.kind == "key":
+        if _described_by_data(entry, wanted):
+            return
         if wanted.make is not Make.JAX or (wanted.dtype is not None and not asked_key):
             raise StructureError(
                 f"{stored}; the target asks for {wanted.make.value} of dtype "
@@ -138,6 +141,12 @@ def _check(entry: LeafEntry, wanted: Wanted) -> None:
         raise StructureError(f"{stored}; the target asks for shape {shape}")
 
 
+def _described_by_data(entry: LeafEntry, wanted: Wanted) -> bool:
+    """Whether a target names keys by shape and dtype of their data, as Orbax's do."""
+    by_data = (Make.JAX, entry.shape, entry.element.dtype)
+    return (wanted.make, wanted.shape, wanted.dtype) == by_data
+
+
 def _describe(entry: LeafEntry) -> str:
     if entry.kind in VALUE_KINDS or entry.kind in _TEXT_KINDS:
         return f"a Python {entry.kind}"
@@ -146,8 +155,22 @@ def _describe(entry: LeafEntry) -> str:
     return f"{entry.dtype} of shape {entry.shape}"
 
 
+def _resolved(entry: LeafEntry, wanted: Wanted) -> Wanted:
+    """What a target without sharding or dtype means for a leaf that is no jax array."""
+    if entry.kind in VALUE_KINDS and wanted.dtype is None:
+        # What jax makes of a Python number.
+        dtype = jax.dtypes.canonicalize_dtype(_NUMBERS[entry.kind])
+        return dataclasses.replace(wanted, dtype=dtype)
+    if wanted.sharding is None and entry.kind in ("numpy", "numpy_scalar"):
+        # Orbax's own targets describe numpy leaves by ShapeDtypeStructs like this.
+        return dataclasses.replace(wanted, make=_MAKE_OF_KIND[entry.kind])
+    return wanted
+
+
 def _placed(entry: LeafEntry, wanted: Wanted, moved: list[str]) -> Wanted:
     """Resolve where a jax array goes: as asked, as saved, or the default device."""
+    if wanted.make is not Make.JAX:
+        return wanted
     by_target = wanted.dtype is not None
     if entry.kind != "key":
         dtype = np.dtype(_dtype(wanted, entry))
@@ -235,11 +258,24 @@ def _cast(array: np.ndarray, wanted: Wanted, entry: LeafEntry) -> np.ndarray:
             to,
         )
     with np.errstate(all="ignore"):
-        return array.astype(to)
+        cast = array.astype(to)
+    if array.dtype.kind in "iu" and cast.dtype.kind in "iu" and (cast != array).any():
+        _logger.warning(
+            "leaf %s is cast from %s to %s, as its target asks; some values do not fit",
+            entry.name,
+            array.dtype,
+            to,
+        )
+    return cast
 
 
 def _key(entry: LeafEntry, data: np.ndarray, wanted: Wanted) -> jax.Array:
-    keys: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=entry.value)
+    keys: jax.Array
+    if _described_by_data(entry, wanted):
+        placed = jax.device_put(data, _sharding(wanted))
+        keys = jax.random.wrap_key_data(placed, impl=entry.value)
+        return keys
+    keys = jax.random.wrap_key_data(jnp.asarray(data), impl=entry.value)
     if wanted.dtype is not None and keys.dtype != wanted.dtype:
         raise StructureError(
             f"leaf {entry.name} is stored as typed keys ({entry.value}); the target's "
@@ -261,6 +297,11 @@ def _from_value(entry: LeafEntry, wanted: Wanted) -> Any:
             f"{wanted.make.value}"
         )
     array = _cast(array, wanted, entry)
+    if entry.kind == "int" and array.dtype.kind in "iu" and int(array) != value:
+        raise StructureError(
+            f"leaf {entry.name} holds the int {value}, which does not fit the target's "
+            f"{array.dtype}; ask for a wider dtype or give a Python int as target"
+        )
     if wanted.make is Make.NUMPY:
         return array
     if wanted.make is Make.NUMPY_SCALAR:
@@ -272,7 +313,15 @@ def _python(value: Any, wanted: Wanted, entry: LeafEntry) -> Any:
     if wanted.python is None or type(value) is wanted.python:
         return value
     try:
-        return wanted.python(value)
+        converted = wanted.python(value)
+        if converted != value and value == value:
+            _logger.warning(
+                "leaf %s holds %r and becomes %r, as its target asks",
+                entry.name,
+                value,
+                converted,
+            )
+        return converted
     except (TypeError, ValueError, OverflowError) as error:
         raise StructureError(
             f"leaf {entry.name} holds a {type(value).__name__}, which cannot become "

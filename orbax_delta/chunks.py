@@ -116,9 +116,10 @@ def recut(box: Box, known: Iterable[Box], max_elements: int) -> list[Box]:
     A box keeps its identity on a changed mesh as long as one new shard holds it; what
     the known boxes leave of the shard is cut anew.
     """
-    kept = [inner for inner in known if contains(box, inner)]
+    # In order, so that few pieces are open at a time: thousands may be known.
+    kept = sorted(inner for inner in known if contains(box, inner))
     if sum(map(element_count, kept)) == element_count(box):
-        return sorted(kept)
+        return kept
     rest = [box]
     for hole in kept:
         rest = [piece for part in rest for piece in subtract(part, hole)]

@@ -115,6 +115,17 @@ def encode_full(content: Bytes, word_bytes: int) -> bytes:
     return _encode_planes(content, word_bytes)
 
 
+def estimate_full_bytes(content: Bytes, word_bytes: int) -> int:
+    """About what `encode_full` would give, from a few pieces of the content."""
+    piece = _PROBE_BYTES * word_bytes
+    if content.size <= 2 * _PROBE_PIECES * piece:
+        return len(encode_full(content, word_bytes))
+    words = (content.size - piece) // word_bytes
+    starts = np.linspace(0, words, _PROBE_PIECES).astype(int) * word_bytes
+    sample = np.concatenate([content[start : start + piece] for start in starts])
+    return len(encode_full(sample, word_bytes)) * content.size // sample.size
+
+
 def encode_delta(content: Bytes, base: Bytes, word_bytes: int) -> Delta:
     """The smallest delta payload that turns `base` into `content`.
 
@@ -197,7 +208,7 @@ def _difference(content: Bytes, base: Bytes, word_bytes: int) -> Bytes:
     Nearby floats of one sign are nearby integers, so that a small change leaves the
     high planes empty; 5 % smaller than XOR on trained states (DESIGN.md, decision 5).
     """
-    change = _words(content, word_bytes) - _words(base, word_bytes)
+    change: np.ndarray = _words(content, word_bytes) - _words(base, word_bytes)
     signs = change.view(np.dtype(f"<i{word_bytes}")) >> (8 * word_bytes - 1)
     change <<= 1
     change ^= signs.view(change.dtype)

@@ -21,10 +21,10 @@ from orbax_delta.store import Folder
 
 _logger = logging.getLogger("orbax_delta")
 
-# From here on a full record may be the smaller one: both are made.
-_TRY_FULL_SHARE = 0.85
-# The full record of what was constant is not known; assume that it codes this well.
-_CONSTANT_FULL_SHARE = 0.25
+# A delta below this share of the full record that its list begins with is taken as it
+# is; above, a full record may be smaller, and a sample of the chunk tells.
+_SURELY_WORTH_SHARE = 0.3
+_SAMPLE_MARGIN = 1.15
 _SELF_CHECK_EVERY = 16
 MAX_AGE = 32_000
 
@@ -132,16 +132,7 @@ def _record(
 ) -> Coded:
     chunk, stored = finding.chunk, finding.chunk.stored
     word_bytes = chunk.leaf.element.word_bytes
-    payload: bytes = b""
-    form = Form.PLANES
-    if delta is None or not _worth_keeping(finding, len(delta.payload), options):
-        payload = codecs.encode_full(content, word_bytes)
-    elif len(delta.payload) > _TRY_FULL_SHARE * _full_bytes(finding):
-        payload = codecs.encode_full(content, word_bytes)
-        if len(delta.payload) < len(payload):
-            form, payload = delta.form, delta.payload
-    else:
-        form, payload = delta.form, delta.payload
+    form, payload = _choose(finding, content, delta, options)
     record = records.Record(
         form=form,
         word_bytes=word_bytes,
@@ -165,22 +156,33 @@ def _record(
     )
 
 
-def _worth_keeping(finding: Finding, delta_bytes: int, options: DeltaOptions) -> bool:
-    """Whether a list with this delta is still cheap enough to read."""
+def _choose(
+    finding: Finding,
+    content: Bytes,
+    delta: codecs.Delta | None,
+    options: DeltaOptions,
+) -> tuple[Form, bytes]:
+    """The delta, if its list stays cheap to read and no full record is smaller."""
+    word_bytes = finding.chunk.leaf.element.word_bytes
     stored = finding.chunk.stored
-    if stored is None:
-        return False
+    if delta is None or stored is None:
+        return Form.PLANES, codecs.encode_full(content, word_bytes)
+    first, delta_bytes = stored.row.refs[0], len(delta.payload)
+    full: bytes | None = None
+    full_bytes = first.length
+    if first.form is Form.CONSTANT:
+        # Nothing tells how large a full record would be but making it.
+        full = codecs.encode_full(content, word_bytes)
+        full_bytes = len(full) + records.RECORD_OVERHEAD_BYTES
+    elif delta_bytes > _SURELY_WORTH_SHARE * full_bytes:
+        expected = codecs.estimate_full_bytes(content, word_bytes)
+        if expected < _SAMPLE_MARGIN * delta_bytes:
+            full = codecs.encode_full(content, word_bytes)
     total = stored.row.stored_bytes + delta_bytes + records.RECORD_OVERHEAD_BYTES
-    return total <= options.read_budget * _full_bytes(finding)
-
-
-def _full_bytes(finding: Finding) -> float:
-    """Bytes of the full record that the chunk's list begins with."""
-    stored = finding.chunk.stored
-    first = stored.row.refs[0] if stored else None
-    if first is None or first.form is Form.CONSTANT:
-        return _CONSTANT_FULL_SHARE * finding.chunk.content_bytes
-    return first.length
+    too_dear = total > options.read_budget * full_bytes
+    if too_dear or (full is not None and len(full) <= delta_bytes):
+        return Form.PLANES, full or codecs.encode_full(content, word_bytes)
+    return delta.form, delta.payload
 
 
 def _counters(

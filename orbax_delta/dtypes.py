@@ -78,11 +78,12 @@ def element_type(dtype: np.dtype) -> ElementType:
         name = dtype.str
     # Swapped ml_dtypes lose their name: nothing could tell what their bytes mean.
     own = dtype.isnative and hasattr(ml_dtypes, dtype.name)
-    known = dtype.kind in _BUILTIN_KINDS or own
-    if not known or dtype.itemsize > _LARGEST_ITEM_BYTES or dtype.char in "gG":
+    # float8_e4m3fnuz has the type character of a long double complex.
+    builtin = dtype.kind in _BUILTIN_KINDS and dtype.char not in "gG"
+    if not (own or builtin) or dtype.itemsize > _LARGEST_ITEM_BYTES:
         raise InvalidInputError(
             f"dtype {dtype} cannot be stored; expected a bool, integer, float, "
-            "complex, datetime or ml_dtypes type of fixed size"
+            "complex, datetime or (in native byte order) ml_dtypes type of fixed size"
         )
     bits = _PACKED_BITS.get(name, 8 * dtype.itemsize)
     word_bytes = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
@@ -98,12 +99,17 @@ def element_type_of(name: str) -> ElementType:
     """
     try:
         dtype = np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError as error:
+    except (TypeError, ValueError, SyntaxError) as error:
         raise InvalidInputError(
             f"dtype {name!r} is not known to numpy {np.__version__} and ml_dtypes "
             f"{ml_dtypes.__version__}; install a version that has it"
         ) from error
-    return element_type(dtype)
+    element = element_type(dtype)
+    if element.name != name:
+        raise InvalidInputError(
+            f"dtype {name!r} is not a name of this format; expected {element.name!r}"
+        )
+    return element
 
 
 def _pack(values: Bytes, bits: int) -> Bytes:
@@ -140,6 +146,7 @@ RULE_NUMBERS = frozenset(map(int, Rule))
 _CASTS = {"bfloat16": Rule.F32_TO_BF16, "float16": Rule.F32_TO_F16}
 CAST_SOURCE = "float32"
 CAST_TARGETS = tuple(_CASTS)
+CAST_WORD_BYTES = 2
 _CAST_WIDTH_RATIO = 2
 
 

@@ -39,6 +39,47 @@ VALUE_KINDS = frozenset({"int", "float", "bool", "complex"})
 Json = Any
 """A value made of dict, list, str, int, float, bool and None."""
 
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_INT = re.compile(r"-?0x[0-9a-f]+")
+_FLOAT = re.compile(r"[0-9a-f]{16}")
+
+_NONE = type(None)
+_Types = tuple[type, ...]
+_MANIFEST_FIELDS: Mapping[str, _Types] = {
+    "attempt": (str,),
+    "step": (int, _NONE),
+    "item": (str,),
+    "wall_time": (float, int),
+    "save_index": (int,),
+    "predecessor": (dict, _NONE),
+    "store_uuid": (str,),
+    "store_url": (str,),
+    "options": (dict,),
+    "versions": (dict,),
+    "tree": (dict,),
+    "leaves": (list,),
+    "shardings": (list,),
+    "packs": (list,),
+    "parts": (list,),
+    "report": (dict,),
+    "custom_metadata": (dict, list, str, int, float, bool, _NONE),
+    "required_features": (list,),
+}
+_LEAF_FIELDS: Mapping[str, _Types] = {
+    "path": (list,),
+    "kind": (str,),
+    "dtype": (str,),
+    "shape": (list,),
+    "sharding": (int,),
+    "value": (str, bool, list, _NONE),
+}
+_PART_FIELDS: Mapping[str, _Types] = {
+    "name": (str,),
+    "length": (int,),
+    "digest": (str,),
+    "rows": (int,),
+}
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LeafEntry:
@@ -77,8 +118,9 @@ def path_name(path: Sequence[str]) -> str:
     >>> path_name(("params", "w/b"))
     'params/w~1b'
     """
-    escaped = (key.replace("~", "~0").replace("/", "~1") for key in path)
-    return "/".join(escaped) or "(root)"
+    if not path:
+        return "(root)"
+    return "/".join(key.replace("~", "~0").replace("/", "~1") for key in path)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +245,11 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
         )
     if digest(body).hex() != match[2].decode():
         raise CorruptionError(f"the digest of {where} does not match its header")
-    document = json.loads(body)
-    unknown = set(document.get("required_features", ())) - KNOWN_FEATURES
+    try:
+        document = json.loads(body)
+        unknown = set(map(str, document["required_features"])) - KNOWN_FEATURES
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FormatError(f"{where} is not the document of a step: {error}") from error
     if unknown:
         raise UnsupportedVersionError(
             f"{where} needs the features {sorted(unknown)}, which this package does "
@@ -213,25 +258,26 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
     return _from_document(document, where)
 
 
-def _from_document(document: Mapping[str, Json], where: str) -> Manifest:
-    fields = {field.name for field in dataclasses.fields(Manifest)} | {"shardings"}
-    if set(document) != fields:
-        raise FormatError(
-            f"{where} has the fields {sorted(document)}; expected {sorted(fields)}"
-        )
+def _from_document(document: dict[str, Json], where: str) -> Manifest:
     try:
+        _check_fields(document, _MANIFEST_FIELDS)
         table = document.pop("shardings")
         leaves = tuple(_leaf(entry, table) for entry in document["leaves"])
-        parts = tuple(PartEntry(**entry) for entry in document["parts"])
+        parts = tuple(_part(entry) for entry in document["parts"])
     except (TypeError, KeyError, ValueError) as error:
         raise FormatError(
-            f"{where} describes a leaf or part wrongly: {error}"
+            f"{where} describes the step, a leaf or a part wrongly: {error}"
         ) from error
+    packs = document["packs"]
+    paths = {leaf.path for leaf in leaves}
+    named = [PART_NAME.fullmatch(part.name) for part in parts]
     _require(where, "attempt", _ATTEMPT.fullmatch(document["attempt"]))
-    _require(where, "packs", all(PACK_NAME.fullmatch(p) for p in document["packs"]))
-    for part in parts:
-        named = PART_NAME.fullmatch(part.name)
-        _require(where, "parts", named and named[1] == document["attempt"])
+    _require(where, "packs", all(type(pack) is str for pack in packs))
+    _require(where, "packs", all(map(PACK_NAME.fullmatch, packs)))
+    _require(where, "packs", len(set(packs)) == len(packs))
+    _require(where, "leaves", len(paths) == len(leaves))
+    for match in named:
+        _require(where, "parts", match and match[1] == document["attempt"])
     return Manifest(**{**document, "leaves": leaves, "parts": parts})
 
 
@@ -240,9 +286,29 @@ def _require(where: str, field: str, good: object) -> None:
         raise FormatError(f"{where} has a field {field!r} that breaks the format")
 
 
-def _leaf(document: Mapping[str, Json], shardings: Sequence[Json]) -> LeafEntry:
+def _check_fields(document: Json, fields: Mapping[str, _Types]) -> None:
+    if type(document) is not dict or set(document) != set(fields):
+        found = sorted(document) if type(document) is dict else document
+        raise InvalidInputError(f"found the fields {found}; expected {sorted(fields)}")
+    for name, types in fields.items():
+        if type(document[name]) not in types:
+            raise InvalidInputError(f"the field {name!r} is {document[name]!r:.80}")
+
+
+def _part(document: Json) -> PartEntry:
+    _check_fields(document, _PART_FIELDS)
+    part = PartEntry(**document)
+    if min(part.length, part.rows) < 0 or not _DIGEST.fullmatch(part.digest):
+        raise InvalidInputError(f"there can be no part like {part}")
+    return part
+
+
+def _leaf(document: Json, shardings: Sequence[Json]) -> LeafEntry:
+    _check_fields(document, _LEAF_FIELDS)
     if document["sharding"] not in range(len(shardings)):
         raise InvalidInputError(f"there is no sharding {document['sharding']!r}")
+    if not all(type(key) is str for key in document["path"]):
+        raise InvalidInputError(f"a leaf has the path {document['path']!r}")
     entry = LeafEntry(
         **{
             **document,
@@ -259,7 +325,28 @@ def _leaf(document: Mapping[str, Json], shardings: Sequence[Json]) -> LeafEntry:
         raise InvalidInputError(f"leaf {entry.name} has the shape {entry.shape}")
     if entry.kind in ARRAY_KINDS:
         _ = entry.element
+    elif entry.dtype or entry.shape:
+        raise InvalidInputError(f"leaf {entry.name} is no array but has a dtype")
+    if not _is_value(entry.kind, entry.value):
+        raise InvalidInputError(f"leaf {entry.name} has the value {entry.value!r:.80}")
     return entry
+
+
+def _is_value(kind: str, value: Json) -> bool:
+    """Whether `value` is written as leaves of `kind` are."""
+    match kind:
+        case "bool":
+            return type(value) is bool
+        case "int":
+            return type(value) is str and bool(_INT.fullmatch(value))
+        case "float":
+            return type(value) is str and bool(_FLOAT.fullmatch(value))
+        case "complex":
+            halves = value if type(value) is list else ()
+            return len(halves) == 2 and all(_is_value("float", v) for v in halves)
+        case "key":
+            return type(value) is str
+    return value is None
 
 
 def _product(shape: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 
 from orbax_delta.errors import FormatError, UnsupportedVersionError
+from orbax_delta.manifests import PACK_NAME
 from orbax_delta.owners import Owner
 from orbax_delta.records import FORMAT_VERSION
 from orbax_delta.store import Folder
@@ -52,13 +53,24 @@ def parse_mark(data: bytes, *, where: str) -> Mark:
                 f"{FORMAT_VERSION}. Upgrade orbax_delta"
             )
         owner = Owner(**document["owner"])
-        packs = tuple(str(name) for name in document["packs"])
-    except (ValueError, TypeError, KeyError) as error:
+        packs = tuple(document["packs"])
+        if not _is_process(owner) or not all(map(PACK_NAME.fullmatch, packs)):
+            raise ValueError(f"it names {owner} and {packs}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise FormatError(
             f"{where} is damaged ({error}); when no job is saving to this root, "
             "remove it"
         ) from error
     return Mark(owner=owner, packs=packs)
+
+
+def _is_process(owner: Owner) -> bool:
+    return (
+        type(owner.host) is str
+        and type(owner.start) is str
+        and type(owner.pid) is int
+        and 0 < owner.pid < 1 << 31
+    )
 
 
 def read_marks(folder: Folder) -> dict[str, Mark]:

@@ -61,4 +61,6 @@ def _start_time(pid: int) -> str:
     except OSError:
         return ""
     # The command name is in parentheses and may hold anything.
-    return text.rpartition(")")[2].split()[_STAT_START_TIME_FIELD - 2]
+    state, *fields = text.rpartition(")")[2].split()
+    # A zombie runs no more; its parent has only not asked for its end yet.
+    return "" if state == "Z" else fields[_STAT_START_TIME_FIELD - 3]

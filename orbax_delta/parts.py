@@ -13,7 +13,7 @@ import zstandard
 
 from orbax_delta.chunks import Box
 from orbax_delta.codecs import FORM_NUMBERS, Form, decompress
-from orbax_delta.dtypes import RULE_NUMBERS, Rule
+from orbax_delta.dtypes import CAST_WORD_BYTES, RULE_NUMBERS, Rule, source_bytes
 from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
 from orbax_delta.options import MAX_CHAIN_LIMIT
 from orbax_delta.records import DIGEST_BYTES, FORMAT_VERSION
@@ -23,7 +23,6 @@ _HEAD = struct.Struct("<8sHHIIIQ16s")
 _INLINE = 0xFFFFFFFF
 _MAX_ROWS = 1 << 26
 _MAX_DIMENSIONS = 64
-_CAST_WORD_BYTES = 2
 _ZSTD_LEVEL = 3
 
 
@@ -217,8 +216,15 @@ class _Columns:
                     f"row {index} of a part names leaf {leaf} and rule "
                     f"{self.rule[index]}; there is no such leaf or rule"
                 )
+            rule = Rule(self.rule[index])
+            if rule is not Rule.NONE and words[leaf] != CAST_WORD_BYTES:
+                raise CorruptionError(
+                    f"row {index} of a part follows by rule {rule.name}, but leaf "
+                    f"{leaf} has {words[leaf]}-byte words, not {CAST_WORD_BYTES}"
+                )
+            width = source_bytes(rule, words[leaf])
             ref_stop = ref + self.ref_counts[index]
-            refs = tuple(self._ref(i, packs) for i in range(ref, ref_stop))
+            refs = tuple(self._ref(i, packs, width) for i in range(ref, ref_stop))
             ref = ref_stop
             _check_list(index, refs)
             edges = self.bounds[bound : bound + 2 * self.ndim[index]]
@@ -227,19 +233,25 @@ class _Columns:
                 leaf=leaf,
                 box=tuple(zip(edges[::2], edges[1::2], strict=True)),
                 digest=self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
-                rule=Rule(self.rule[index]),
+                rule=rule,
                 refs=refs,
                 since=self.since[index],
                 age=self.age[index],
             )
 
-    def _ref(self, index: int, packs: Sequence[str]) -> Ref:
+    def _ref(self, index: int, packs: Sequence[str], width: int) -> Ref:
         form, pack = self.form[index], self.pack[index]
         offset, length = self.offset[index], self.length[index]
         if form not in FORM_NUMBERS or (pack == _INLINE) != (form == Form.CONSTANT):
             raise CorruptionError(f"record {index} of a part has form {form}")
         if pack == _INLINE:
-            return Ref(form=Form(form), word=struct.pack("<II", offset, length))
+            word = struct.pack("<II", offset, length)
+            if any(word[width:]):
+                raise CorruptionError(
+                    f"record {index} of a part repeats the word {word.hex()}, which is "
+                    f"longer than {width} bytes"
+                )
+            return Ref(form=Form(form), word=word[:width])
         if pack >= len(packs):
             raise CorruptionError(
                 f"record {index} of a part names pack {pack} of {len(packs)}"

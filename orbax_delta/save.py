@@ -19,11 +19,14 @@ from typing import Any
 
 from orbax_delta import changes, codecs, coding, owners, parts, prune, records
 from orbax_delta.background import Pool, Stopwatch, ordered_map, pool
-from orbax_delta.base import Base, Entry
+from orbax_delta.base import Base
 from orbax_delta.changes import Finding, Status
-from orbax_delta.codecs import Form
-from orbax_delta.dtypes import Rule
-from orbax_delta.errors import ConflictError, DeltaError, InvalidInputError
+from orbax_delta.errors import (
+    ConflictError,
+    DeltaError,
+    InvalidInputError,
+    StorageError,
+)
 from orbax_delta.leaves import Snapshot, snapshot
 from orbax_delta.manifests import (
     MANIFEST_NAME,
@@ -35,9 +38,10 @@ from orbax_delta.manifests import (
 from orbax_delta.marks import Mark, read_marks
 from orbax_delta.options import DeltaOptions
 from orbax_delta.packs import PackWriter
-from orbax_delta.parts import Ref, Row
+from orbax_delta.parts import Row
 from orbax_delta.places import SELF_CONTAINED_PACKS, Place
 from orbax_delta.reports import SaveReport, chain_lengths
+from orbax_delta.rows import SaveRows
 from orbax_delta.store import DeltaStore, Folder
 
 _logger = logging.getLogger("orbax_delta")
@@ -90,13 +94,14 @@ def prepare(
     """
     started = time.perf_counter()
     try:
-        json.dumps(custom_metadata, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(custom_metadata, allow_nan=False, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"custom_metadata is not JSON: {error}") from error
     taken = snapshot(tree)
     return SaveRequest(
         snapshot=taken,
-        custom_metadata=custom_metadata,
+        # Not the object itself: the caller may change it as soon as save returns.
+        custom_metadata=json.loads(text),
         place=place,
         options=options,
         started=started,
@@ -220,7 +225,9 @@ class _Attempt:
                 )
             yield
         except BaseException:
-            self.store.pins.delete(name)
+            # If the store fails here too, the pin goes when this process has ended.
+            with contextlib.suppress(StorageError):
+                self.store.pins.delete(name)
             raise
         # Only now may the previous pin go: this one names what that one did.
         if self.state.pin is not None:
@@ -235,7 +242,7 @@ class _Attempt:
             self.base.abort()
             raise
 
-    def _store_chunks(self, executor: Pool) -> tuple["_Stored", int]:
+    def _store_chunks(self, executor: Pool) -> tuple[SaveRows, int]:
         """Compare, code and put every chunk."""
         options = self.request.options
         with self.watch.stage("compare"):
@@ -250,7 +257,7 @@ class _Attempt:
             process=_PROCESS,
             pack_bytes=options.pack_bytes,
         )
-        stored = _Stored(findings)
+        stored = SaveRows(findings)
         try:
             with self.watch.stage("code"):
                 self._put_records(changed, writer, stored, executor)
@@ -268,7 +275,7 @@ class _Attempt:
         self,
         changed: Sequence[Finding],
         writer: PackWriter,
-        stored: "_Stored",
+        stored: SaveRows,
         executor: Pool,
     ) -> None:
         options = self.request.options
@@ -340,7 +347,7 @@ class _Attempt:
             )
 
     def _report(
-        self, stored: "_Stored", rows: Sequence[Row], written_bytes: int
+        self, stored: SaveRows, rows: Sequence[Row], written_bytes: int
     ) -> SaveReport:
         request = self.request
         cut = [finding.chunk for finding in stored.findings]
@@ -364,103 +371,6 @@ class _Attempt:
             blocking_seconds=request.blocking_seconds,
             total_seconds=time.perf_counter() - request.started,
         )
-
-
-class _Stored:
-    """Rows of a save as they become known, and what the report counts.
-
-    Attributes:
-        findings: All chunks, in order.
-        entries: Their entries of the next base, in the same order, once filled in.
-    """
-
-    def __init__(self, findings: Sequence[Finding]) -> None:
-        self.findings = findings
-        self.entries: list[Entry] = []
-        self._coded: dict[int, Entry] = {}
-        self._position = {id(finding): i for i, finding in enumerate(findings)}
-        self.chunks_by_form: collections.Counter[str] = collections.Counter()
-        self.bytes_by_form: collections.Counter[str] = collections.Counter()
-        self.elements_changed = 0
-        self.blocks_changed = 0
-        self.read_bytes = 0
-
-    def add(self, coded: coding.Coded, pack: str, offset: int) -> None:
-        """A record has found its place."""
-        form = coded.form.name.lower()
-        self.chunks_by_form[form] += 1
-        self.bytes_by_form[form] += len(coded.record)
-        self.elements_changed += coded.changed_words
-        self.blocks_changed += coded.changed_blocks
-        self.read_bytes += coded.read_bytes
-        self._coded[self._position[id(coded.finding)]] = Entry(
-            row=coded.row(pack, offset), content=coded.content
-        )
-
-    def fill_in(self, options: DeltaOptions) -> None:
-        """Rows of the chunks that needed no record."""
-        settled = [
-            self._coded.get(index) or self._settled(finding, options)
-            for index, finding in enumerate(self.findings)
-        ]
-        self.entries = [
-            entry or self._derived(finding, settled, options)
-            for entry, finding in zip(settled, self.findings, strict=True)
-        ]
-
-    def _settled(self, finding: Finding, options: DeltaOptions) -> Entry | None:
-        chunk = finding.chunk
-        if finding.status is Status.DERIVED:
-            return None
-        self.chunks_by_form[finding.status.value] += 1
-        if finding.status is Status.SAME and chunk.stored is not None:
-            row = chunk.stored.row
-            aged = dataclasses.replace(
-                row, leaf=chunk.leaf_index, age=min(row.age + 1, coding.MAX_AGE)
-            )
-            return Entry(row=aged, content=chunk.stored.content)
-        since, age = coding.first_counters(chunk.spread, options)
-        self._count_whole(finding)
-        constant = Ref(form=Form.CONSTANT, word=finding.word)
-        return Entry(
-            row=_row(finding, Rule.NONE, (constant,), since, age), content=None
-        )
-
-    def _derived(
-        self,
-        finding: Finding,
-        settled: Sequence[Entry | None],
-        options: DeltaOptions,
-    ) -> Entry:
-        self.chunks_by_form[finding.status.value] += 1
-        stored = finding.chunk.stored
-        if stored is None or stored.row.digest != finding.digest:
-            self._count_whole(finding)
-        source = settled[finding.source]
-        if source is None:
-            raise AssertionError("a derived chunk follows from one that is not derived")
-        # A copy shares the records of its source, and its cast if that has one.
-        rule = finding.rule or source.row.rule
-        since, age = coding.first_counters(finding.chunk.spread, options)
-        return Entry(row=_row(finding, rule, source.row.refs, since, age), content=None)
-
-    def _count_whole(self, finding: Finding) -> None:
-        self.elements_changed += finding.chunk.element_count
-        self.blocks_changed += -(-finding.chunk.content_bytes // _BLOCK_BYTES)
-
-
-def _row(
-    finding: Finding, rule: Rule, refs: tuple[Ref, ...], since: int, age: int
-) -> Row:
-    return Row(
-        leaf=finding.chunk.leaf_index,
-        box=finding.chunk.box,
-        digest=finding.digest,
-        rule=rule,
-        refs=refs,
-        since=since,
-        age=age,
-    )
 
 
 def _versions() -> Mapping[str, str]:

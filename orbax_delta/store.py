@@ -25,6 +25,9 @@ STORE_FILE = "STORE.json"
 COMMIT_MARKER = "commit_success.txt"
 _STORE_MAGIC = "orbax-delta-store"
 
+# One for all folders: they share connections, and what lies in memory.
+_CONTEXT = ts.Context()
+
 # What TensorStore's status codes become in Python.
 _TENSORSTORE_ERRORS = (ValueError, OSError, IndexError, RuntimeError)
 
@@ -60,7 +63,7 @@ class Folder:
     def __init__(self, url: str) -> None:
         self.url = url if url.endswith("/") else url + "/"
         with _translated(f"open {self.url}"):
-            self._kvstore = ts.KvStore.open(_spec(self.url)).result()
+            self._kvstore = ts.KvStore.open(_spec(self.url), context=_CONTEXT).result()
 
     def child(self, name: str) -> "Folder":
         """The folder `name` inside this one; it need not exist."""
@@ -222,7 +225,7 @@ class DeltaStore:
             return cls._of_packs(root, folder)
         folder.write(COMMIT_MARKER, b"")
         uuid = secrets.token_hex(16)
-        if folder.create(STORE_FILE, _store_document(uuid)):
+        if folder.create(STORE_FILE, store_document(uuid)):
             return cls(root, uuid)
         # Another manager was quicker; its store is the store.
         winner = cls.open(root)
@@ -246,10 +249,11 @@ class DeltaStore:
     def refresh_markers(self) -> None:
         """Rewrite the two fixed files, so that age rules on the bucket spare them."""
         self._folder.write(COMMIT_MARKER, b"")
-        self._folder.write(STORE_FILE, _store_document(self.uuid))
+        self._folder.write(STORE_FILE, store_document(self.uuid))
 
 
-def _store_document(uuid: str) -> bytes:
+def store_document(uuid: str) -> bytes:
+    """What STORE.json of the store `uuid` holds."""
     document = {"magic": _STORE_MAGIC, "format_version": FORMAT_VERSION, "uuid": uuid}
     return json.dumps(document, sort_keys=True).encode() + b"\n"
 
@@ -258,7 +262,7 @@ def _parse_store(data: bytes, url: str) -> str:
     where = f"{url}{STORE_FILE}"
     try:
         document = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise errors.FormatError(
             f"{where} is not JSON ({error}); restore it from a copy, or write it anew "
             'with the "store_uuid" that any MANIFEST of this root names'

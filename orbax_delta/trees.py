@@ -5,7 +5,7 @@ lose (integer keys, tuples, node types), so that a tree comes back without a tar
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.tree_util as jtu
@@ -14,6 +14,9 @@ from orbax_delta.errors import FormatError, InvalidInputError
 from orbax_delta.manifests import Json, path_name
 
 Path = tuple[str, ...]
+
+_MAX_DEPTH = 100
+_DAMAGE = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,8 @@ def flatten(tree: Any) -> FlatTree:
     {'dict': [['a', {'tuple': [{'leaf': 0}, {'none': True}]}]]}
 
     Raises:
-        InvalidInputError: Two leaves have the same path.
+        InvalidInputError: Two leaves have the same path, or jax cannot take a node
+            apart, or the tree is too deep.
     """
     paths: list[Path] = []
     values: list[Any] = []
@@ -46,9 +50,21 @@ def flatten(tree: Any) -> FlatTree:
     def visit(node: Any, path: Path) -> Json:
         if node is None:
             return {"none": True}
-        children, _ = jtu.tree_flatten_with_path(
-            node, is_leaf=lambda child: child is not node
-        )
+        # Deeper ones would exhaust Python's stack here or in a reader.
+        if len(path) > _MAX_DEPTH:
+            raise InvalidInputError(
+                f"the tree is more than {_MAX_DEPTH} levels deep at "
+                f"{path_name(path[:3])}/...; flatten it, or keep it as one array"
+            )
+        try:
+            children, _ = jtu.tree_flatten_with_path(
+                node, is_leaf=lambda child: child is not node
+            )
+        except ValueError as error:
+            raise InvalidInputError(
+                f"the {type(node).__name__} at {path_name(path)} is no tree for jax: "
+                f"{error}"
+            ) from error
         if len(children) == 1 and not children[0][0]:
             paths.append(path)
             values.append(node)
@@ -84,7 +100,7 @@ def _node_document(node: Any, keys: Sequence[Any], documents: Sequence[Json]) ->
     pairs = [
         [_key_document(key), child] for key, child in zip(keys, documents, strict=True)
     ]
-    if type(node) is dict:
+    if isinstance(node, Mapping):
         return {"dict": pairs}
     return {"node": pairs, "type": f"{type(node).__module__}.{type(node).__qualname__}"}
 
@@ -131,24 +147,32 @@ def rebuild(structure: Json, values: Sequence[Any]) -> Any:
     Raises:
         FormatError: The document is not one that `flatten` makes.
     """
+    remaining = enumerate(values)
     try:
-        return _rebuild(structure, values)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        tree = _rebuild(structure, remaining)
+    except _DAMAGE as error:
         raise FormatError(f"the tree of a MANIFEST is damaged: {error!r}") from error
+    unused = [index for index, _ in remaining]
+    if unused:
+        raise FormatError(f"the tree of a MANIFEST lacks the leaves {unused}")
+    return tree
 
 
-def _rebuild(structure: Json, values: Sequence[Any]) -> Any:
+def _rebuild(structure: Json, remaining: Iterator[tuple[int, Any]]) -> Any:
     if "leaf" in structure:
-        return values[structure["leaf"]]
+        index, value = next(remaining, (None, None))
+        if index is None or structure["leaf"] != index:
+            raise ValueError(f"leaf {structure['leaf']!r} stands where {index} belongs")
+        return value
     if "none" in structure:
         return None
     if "list" in structure:
-        return [_rebuild(child, values) for child in structure["list"]]
+        return [_rebuild(child, remaining) for child in structure["list"]]
     if "tuple" in structure:
-        return tuple(_rebuild(child, values) for child in structure["tuple"])
+        return tuple(_rebuild(child, remaining) for child in structure["tuple"])
     pairs = structure["dict"] if "dict" in structure else structure["node"]
     keys = [_read_key(key) for key, _ in pairs]
-    children = [_rebuild(child, values) for _, child in pairs]
+    children = [_rebuild(child, remaining) for _, child in pairs]
     if "node" in structure and keys and keys == list(range(len(keys))):
         return children
     return dict(zip(keys, children, strict=True))

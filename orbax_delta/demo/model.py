@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from orbax_delta.demo_runs import DemoConfig
+from orbax_delta.demo.runs import DemoConfig
 
 TEXT_BYTES = 400_000
 VOCABULARY = 256

@@ -1,7 +1,7 @@
 """What the demo found out: the runs compared bit by bit, the measurements summed up.
 
 Works on what the processes left behind: their logs and the bytes of their last states.
-Does not belong here: starting processes (`demo_runs`) and showing (`demo_report`).
+Does not belong here: starting processes (`runs`) and showing (`report`).
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_delta.demo_runs import (
+from orbax_delta.demo.runs import (
     INTERRUPTED,
     SIDE_BY_SIDE,
     UNINTERRUPTED,

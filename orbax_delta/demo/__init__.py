@@ -4,8 +4,8 @@
 left alone. The other is killed while it saves, and a third process goes on from what
 is on disk. Losses and last states are then compared bit by bit, and a last process
 saves the same states through Orbax's Standard handler and through this package's, side
-by side. Does not belong here: how each part is done (`demo_model`, `demo_training`,
-`demo_runs`, `demo_results`, `demo_report`).
+by side. Does not belong here: how each part is done (`model`, `training`,
+`runs`, `results`, `report`).
 """
 
 import contextlib
@@ -16,9 +16,10 @@ from pathlib import Path
 
 import rich.console
 
-from orbax_delta import demo_report, errors
-from orbax_delta.demo_results import DemoResult, collect
-from orbax_delta.demo_runs import DemoConfig, run_side_by_side, train_both
+from orbax_delta import errors
+from orbax_delta.demo import report
+from orbax_delta.demo.results import DemoResult, collect
+from orbax_delta.demo.runs import DemoConfig, run_side_by_side, train_both
 
 PLOT_NAME = "orbax-delta-demo.png"
 
@@ -65,13 +66,13 @@ def run_config(
     start = time.monotonic()
     with working_folder(folder) as work:
         plot.parent.mkdir(parents=True, exist_ok=True)
-        demo_report.show_opening(console, steps=config.steps, seed=config.seed)
-        with demo_report.progress_bar(console) as progress:
+        report.show_opening(console, steps=config.steps, seed=config.seed)
+        with report.progress_bar(console) as progress:
             crash = train_both(config, work, progress)
             run_side_by_side(config, work, progress)
         result = collect(config, work, crash, plot, time.monotonic() - start)
-    demo_report.draw_plot(result, plot)
-    demo_report.show_result(console, result)
+    report.draw_plot(result, plot)
+    report.show_result(console, result)
     return result
 
 

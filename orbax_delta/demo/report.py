@@ -15,14 +15,16 @@ import rich.table
 from rich.filesize import decimal as in_units
 from rich.markup import escape
 
-from orbax_delta.demo_results import DemoResult
-from orbax_delta.demo_runs import KEPT_STEPS
+from orbax_delta.demo.results import DemoResult
+from orbax_delta.demo.runs import KEPT_STEPS
 
 if TYPE_CHECKING:
     import matplotlib.axes
 
-# Two figures nearer to each other than this are called the same.
-SAME_WITHIN = 0.1
+# Two figures nearer to each other than this are called the same: the same save takes
+# longer or shorter by such a share from one run to the next, but its bytes do not.
+SAME_SECONDS_WITHIN = 0.1
+SAME_BYTES_WITHIN = 0.01
 
 CALM_COLOUR = "#f5c451"
 ORBAX_COLOUR = "#9aa5b1"
@@ -48,29 +50,30 @@ def show_opening(console: rich.console.Console, *, steps: int, seed: int) -> Non
         f"Training a small language model on Python's own source code, twice, for "
         f"{steps} steps from seed {seed}. One run is left alone; the other is killed "
         "in the middle of a save and has to go on from what is on disk. Then the same "
-        "states are saved through Orbax's own handler and through orbax_delta. About "
-        "a minute.\n"
+        "states are saved through Orbax's own handler and through orbax_delta. In its "
+        "usual size this takes about a minute.\n",
+        highlight=False,
     )
 
 
 def show_result(console: rich.console.Console, result: DemoResult) -> None:
     """Show both tables with what they mean, the verdict and where the plot is."""
-    console.print(
+    for part in (
         f"The model has {result.parameters:,} parameters. What is saved every "
         f"{result.save_every} steps (parameters, their bfloat16 copy, AdamW's state, "
-        f"schedule, dropout key, place in the text) is {in_units(result.state_bytes)}."
-    )
-    console.print(crash_table(result))
-    console.print(crash_sentence(result))
-    console.print(verdict(result))
-    console.print(
+        f"schedule, dropout key, place in the text) is {in_units(result.state_bytes)}.",
+        crash_table(result),
+        crash_sentence(result),
+        verdict(result),
         "\nNext, the same states in turn through both handlers, in one process, "
-        f"{result.save_every} training steps between two saves:"
-    )
-    console.print(cost_table(result))
-    console.print(cost_sentence(result))
-    console.print(f"\nPlot: {escape(result.plot)}", soft_wrap=True)
-    console.print(f"The demo took {result.seconds:.0f} s.")
+        f"{result.save_every} training steps between two saves:",
+        cost_table(result),
+        cost_sentence(result),
+    ):
+        console.print(part, highlight=False)
+    plot = escape(result.plot)
+    console.print(f"\nPlot: {plot}", soft_wrap=True, highlight=False)
+    console.print(f"The demo took {result.seconds:.0f} s.", highlight=False)
 
 
 def crash_table(result: DemoResult) -> rich.table.Table:
@@ -144,8 +147,8 @@ def crash_sentence(result: DemoResult) -> str:
             "is, and training went on from the newest of them."
         )
     return (
-        f"The process was ended by SIGKILL while it was saving step {crash.step}"
-        f"{tries}. {outcome}"
+        "The process was killed without warning (SIGKILL) while it was saving step "
+        f"{crash.step}{tries}. {outcome}"
     )
 
 
@@ -176,14 +179,19 @@ class Row:
     is_bytes: bool = False
 
     @property
+    def same_within(self) -> float:
+        """Share by which the figures may differ and still be called the same."""
+        return SAME_BYTES_WITHIN if self.is_bytes else SAME_SECONDS_WITHIN
+
+    @property
     def gains(self) -> bool:
         """Whether orbax_delta needs clearly less."""
-        return self.delta * (1 + SAME_WITHIN) < self.orbax
+        return self.delta * (1 + self.same_within) < self.orbax
 
     @property
     def loses(self) -> bool:
         """Whether orbax_delta needs clearly more."""
-        return self.orbax * (1 + SAME_WITHIN) < self.delta
+        return self.orbax * (1 + self.same_within) < self.delta
 
     @property
     def outcome(self) -> str:

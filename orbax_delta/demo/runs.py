@@ -1,6 +1,6 @@
 """The demo's processes: start them, watch them, kill one in the middle of a save.
 
-The trainings run as processes of their own (`demo_training`), because only another
+The trainings run as processes of their own (`training`), because only another
 process can end one without warning. What they have to say is in their logs, and what
 they have saved is on disk; both are all that this module looks at. Does not belong
 here: anything that needs jax, and judging what came out (`demo`).
@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import rich.progress
 
@@ -42,7 +42,6 @@ class DemoError(errors.DeltaError):
     """A process of the demo failed; the message has the end of what it said."""
 
     kind = "demo"
-    exit_code: ClassVar[int] = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +157,7 @@ def log_lines(work: Path, name: str) -> list[dict[str, Any]]:
 def child(
     role: str, name: str, config: DemoConfig, work: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process of `demo_training`; on leaving it is ended and reaped."""
+    """Start a process of `training`; on leaving it is ended and reaped."""
     environment = dict(os.environ)
     environment.setdefault("JAX_PLATFORMS", "cpu")
     # All processes run the same programs; the later ones need not compile them again.
@@ -166,7 +165,7 @@ def child(
         environment["JAX_COMPILATION_CACHE_DIR"] = str(work / "compiled")
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     settings = json.dumps(dataclasses.asdict(config))
-    command = [sys.executable, "-m", "orbax_delta.demo_training", role, name]
+    command = [sys.executable, "-m", "orbax_delta.demo.training", role, name]
     with open(work / f"{name}.stderr", "wb") as stderr:
         process = subprocess.Popen(
             [*command, str(work), settings],
@@ -184,18 +183,22 @@ def child(
 
 
 def wait_for(
-    process: subprocess.Popen[bytes], name: str, work: Path, tick: Callable[[], None]
+    process: subprocess.Popen[bytes],
+    name: str,
+    work: Path,
+    tick: Callable[[], None],
+    until: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Wait until a process has ended well.
+    """Wait until a process has ended well, or until something is true before that.
 
     Raises:
         DemoError: It failed.
     """
-    while process.poll() is None:
+    while process.poll() is None and not until():
         tick()
         time.sleep(PROGRESS_SECONDS)
     tick()
-    if process.returncode:
+    if process.poll():
         said = (work / f"{name}.stderr").read_text(errors="replace").splitlines()
         tail = "\n".join(said[-STDERR_TAIL_LINES:])
         raise DemoError(
@@ -233,8 +236,16 @@ def train_both(
     """Train undisturbed and, beside it, with a kill and a new start."""
     tick = ticker(config, work, progress)
     with child("train", UNINTERRUPTED, config, work) as undisturbed:
+        # Once it trains, its compiled programs are there for the others to use.
+        wait_for(
+            undisturbed,
+            UNINTERRUPTED,
+            work,
+            tick,
+            until=lambda: len(log_lines(work, UNINTERRUPTED)) > 1,
+        )
         crash = train_and_kill(config, work, tick)
-        if crash.kills:
+        if crash.in_save:
             with child("train", INTERRUPTED, config, work) as resumed:
                 wait_for(resumed, INTERRUPTED, work, tick)
         wait_for(undisturbed, UNINTERRUPTED, work, tick)
@@ -245,7 +256,8 @@ def train_and_kill(config: DemoConfig, work: Path, tick: Callable[[], None]) -> 
     """Train and kill in the middle of a save, again at a later save if that missed.
 
     Returns:
-        What was on disk at the last kill. Without a kill the run has ended by itself.
+        What was on disk at the last kill. If it was not in the middle of a save, the
+        run has then been brought to its end without another one.
     """
     steps = iter(config.kill_steps)
     crash = Crash(kills=0, in_save=False, step=0, whole_steps=(), unfinished_bytes=0)
@@ -278,7 +290,7 @@ def kill_in_save(
         or has ended then.
     """
     for step in steps:
-        files_before = await_save(process, root, step, tick)
+        files_before = wait_for_save(process, root, step, tick)
         if files_before is None:
             continue
         process.kill()
@@ -296,7 +308,7 @@ def kill_in_save(
     return None
 
 
-def await_save(
+def wait_for_save(
     process: subprocess.Popen[bytes], root: Path, step: int, tick: Callable[[], None]
 ) -> dict[str, int] | None:
     """Wait until the save of one step is on its way to the disk.

@@ -1,6 +1,6 @@
 """What the demo's processes do: train with saves, and measure both handlers.
 
-Run as `python -m orbax_delta.demo_training ROLE ...` by `demo_runs`, one process
+Run as `python -m orbax_delta.demo.training ROLE ...` by `runs`, one process
 for each training run, so that one can be killed and its successor starts from nothing
 but the files on disk. Every process appends JSON lines to a log, which is all that the
 parent reads while it runs. Does not belong here: judging or showing what came out.
@@ -21,13 +21,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import orbax_delta
-from orbax_delta.demo_model import (
+from orbax_delta.demo.model import (
     TrainState,
     initial_state,
     read_text,
     train_step,
 )
-from orbax_delta.demo_runs import KEPT_STEPS, UNINTERRUPTED, DemoConfig, file_sizes
+from orbax_delta.demo.runs import KEPT_STEPS, UNINTERRUPTED, DemoConfig, file_sizes
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -211,7 +211,7 @@ def state_sizes(state: TrainState) -> dict[str, int]:
 
 def main() -> None:
     """Do what the parent process asks for, and log it."""
-    parser = argparse.ArgumentParser(prog="orbax_delta.demo_training")
+    parser = argparse.ArgumentParser(prog="orbax_delta.demo.training")
     parser.add_argument("role", choices=("train", "measure"))
     parser.add_argument("name")
     parser.add_argument("folder", type=Path)

@@ -1,0 +1,266 @@
+"""The command line: `orbax-delta ls|show|verify|prune|demo`.
+
+Tables on a terminal, plain columns in a pipe, one JSON document with `--json`;
+progress on stderr. Starts without jax for everything but `demo`. Does not belong here:
+what a table holds (`views`), anything that reads a step.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from orbax_delta import check, documents, errors, listing, prune, views
+from orbax_delta.errors import (
+    CorruptionError,
+    DeltaError,
+    InvalidInputError,
+    NotFoundError,
+)
+from orbax_delta.listing import Item, Progress
+from orbax_delta.steps import Step, open_step
+from orbax_delta.store import DeltaStore, Folder
+
+EXIT_CODES: Mapping[int, str] = {
+    0: "done; nothing is wrong",
+    1: "another error",
+    InvalidInputError.exit_code: "the command or an option is wrong",
+    NotFoundError.exit_code: "no such root, step or store",
+    errors.ConflictError.exit_code: "another process was in the way",
+    errors.FormatError.exit_code: "a file is not what its name says",
+    errors.UnsupportedVersionError.exit_code: "a file is of a newer format",
+    CorruptionError.exit_code: "damage found",
+    errors.StorageError.exit_code: "the storage failed",
+    130: "interrupted by Ctrl-C",
+}
+_INTERRUPTED = 130
+_EPILOG = "\b\nExit codes:\n" + "\n".join(
+    f"{code:>5}  {meaning}" for code, meaning in EXIT_CODES.items()
+)
+
+_root = click.argument("root", metavar="ROOT")
+_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
+)
+
+
+@click.group(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="orbax-delta", prog_name="orbax-delta")
+def commands() -> None:
+    """Look at, verify and tidy delta checkpoints written through Orbax.
+
+    ROOT is the folder that was given to CheckpointManager: a path, or a URL such as
+    gs://bucket/run. Nothing but prune and demo changes anything.
+    """
+
+
+@commands.command()
+@_root
+@_json
+def ls(root: str, as_json: bool) -> int:
+    """List the steps of ROOT; reads nothing but their MANIFESTs."""
+    with _progress() as progress:
+        found = listing.read_root(_url(root), progress)
+    packs = found.store.packs.names()
+    document = documents.of_root(found, _sizes(found.store.packs, packs), packs)
+    if as_json:
+        _print_json(document)
+    else:
+        out = views.console()
+        views.show(out, views.steps_table(document))
+        views.say(out, *views.store_lines(document))
+    damaged = [found.store_error, *(item.error for item in found.items)]
+    return next((error.exit_code for error in damaged if error), 0)
+
+
+@commands.command()
+@_root
+@click.argument("step", metavar="STEP")
+@_json
+def show(root: str, step: str, as_json: bool) -> int:
+    """Show what STEP of ROOT holds, leaf by leaf."""
+    with _progress() as progress:
+        items = listing.read_root(_url(root), progress).select([step])
+        shown = [documents.of_step(item, _open(item)) for item in items]
+    if as_json:
+        _print_json({"items": shown})
+        return 0
+    out = views.console()
+    for document in shown:
+        views.show(out, views.facts_table(document))
+        views.say(out, "")
+        views.show(out, views.leaves_table(document))
+    return 0
+
+
+def _open(item: Item) -> Step:
+    if item.error is not None:
+        raise item.error
+    return open_step(item.place)
+
+
+@commands.command()
+@_root
+@click.argument("names", nargs=-1, metavar="[STEP]...")
+@_json
+def verify(root: str, names: tuple[str, ...], as_json: bool) -> int:
+    """Read and decode everything that the steps of ROOT need.
+
+    Changes nothing. With STEPs, only what these need is looked at.
+    """
+    with _progress() as progress:
+        report = check.verify(_url(root), names, progress=progress)
+    document = documents.of_verification(report)
+    if as_json:
+        _print_json(document)
+    else:
+        out = views.console()
+        views.say(out, *views.problem_lines(document), *views.verify_lines(document))
+    return 0 if report.ok else CorruptionError.exit_code
+
+
+@commands.command("prune")
+@_root
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option(
+    "--break-pins",
+    is_flag=True,
+    help="Also disregard saves that other hosts have under way.",
+)
+@_json
+def prune_(root: str, dry_run: bool, break_pins: bool, as_json: bool) -> int:
+    """Delete packs of ROOT that no step needs any more."""
+    with _spinner("reading MANIFESTs") as say:
+        store = _open_store(_url(root))
+        plan = prune.plan(store, break_pins=break_pins)
+        sizes = _sizes(store.packs, [*plan.dead, *plan.live])
+        deleted: Sequence[str] = ()
+        if not dry_run:
+            say(f"deleting {len(plan.dead)} packs")
+            deleted = prune.execute(store, plan)
+    document = documents.of_prune(plan, deleted, sizes, dry_run=dry_run)
+    if as_json:
+        _print_json(document)
+        return 0
+    out = views.console()
+    if plan.dead:
+        views.show(out, views.packs_table(document))
+    views.say(out, *views.prune_lines(document))
+    return 0
+
+
+def _open_store(url: str) -> DeltaStore:
+    store = DeltaStore.open(Folder(url))
+    if store is None:
+        listing.read_root(url)  # says what is wrong if nothing of ours is here
+        raise NotFoundError(f"{url} has no store, so there is nothing to prune")
+    return store
+
+
+@commands.command()
+@click.option("--folder", type=click.Path(path_type=Path), help="Keep everything here.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Write the plot here.")
+@click.option("--steps", default=120, show_default=True, help="Training steps.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the training.")
+@_json
+def demo(
+    folder: Path | None, plot: Path | None, steps: int, seed: int, as_json: bool
+) -> int:
+    """Train, be killed in the middle of a save, go on, compare bit by bit."""
+    from orbax_delta import demo as main_job  # the only command that needs jax
+
+    console = Console(stderr=True) if as_json else Console()
+    result = main_job.run(
+        folder=folder, plot=plot, steps=steps, seed=seed, console=console
+    )
+    if as_json:
+        _print_json(dataclasses.asdict(result))
+    return 0 if result.exact else CorruptionError.exit_code
+
+
+def _url(root: str) -> str:
+    return root if "://" in root else os.path.abspath(root)
+
+
+def _sizes(folder: Folder, names: Sequence[str]) -> dict[str, int]:
+    """Sizes of files on a local disk; what is elsewhere or gone is left out."""
+    sizes = {}
+    if "://" not in folder.url:
+        for name in names:
+            with contextlib.suppress(OSError):
+                sizes[name] = os.stat(folder.url + name).st_size
+    return sizes
+
+
+def _print_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """Bars on stderr, one for each thing counted, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    bars = Bars(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    )
+    tasks = {}
+
+    def show_progress(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total)
+        bars.update(tasks[what], completed=done)
+
+    with bars:
+        yield show_progress
+
+
+@contextlib.contextmanager
+def _spinner(what: str) -> Iterator[Any]:
+    """A sign of life on stderr, if that is a terminal; the value changes its text."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(what) as status:
+        yield status.update
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in given
+    try:
+        code = commands.main(given, prog_name="orbax-delta", standalone_mode=False)
+    except click.UsageError as error:
+        error.show()
+        if as_json:
+            _print_error("usage", error.format_message())
+        return InvalidInputError.exit_code
+    except DeltaError as error:
+        click.echo(f"orbax-delta: {error}", err=True)
+        if as_json:
+            _print_error(error.kind, str(error))
+        return error.exit_code
+    except click.Abort:
+        click.echo("orbax-delta: interrupted", err=True)
+        return _INTERRUPTED
+    return code or 0
+
+
+def _print_error(kind: str, message: str) -> None:
+    _print_json(documents.of_error(kind, message))

@@ -1,0 +1,123 @@
+"""The files of a store one by one: STORE.json, markers, names, each pack's records.
+
+Says what is wrong with a file and goes on. Does not belong here: which step needs it,
+what chunks decode to.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+
+from orbax_delta import marks, records
+from orbax_delta.errors import CorruptionError, DeltaError, FormatError, StorageError
+from orbax_delta.manifests import PACK_NAME
+from orbax_delta.store import (
+    COMMIT_MARKER,
+    STORE_FILE,
+    STORE_NAME,
+    DeltaStore,
+    Folder,
+    store_document,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What is wrong, and the file to blame."""
+
+    what: str
+    file: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PackState:
+    """One pack, read whole.
+
+    Attributes:
+        size_bytes: Its size.
+        readable: Whether it is there and its bytes could be read.
+        faults: What is wrong with it, in words.
+    """
+
+    size_bytes: int = 0
+    readable: bool = True
+    faults: Sequence[str] = ()
+
+
+def store_faults(
+    store: DeltaStore, error: DeltaError | None, wanted_uuids: Collection[str]
+) -> Iterator[Fault]:
+    """What is wrong with a store's small files and the names of its packs.
+
+    Args:
+        store: The store; without identity where that cannot be read.
+        error: Why it cannot.
+        wanted_uuids: Identities that the MANIFESTs of the root name.
+    """
+    packs = store.packs.names()
+    if error is not None:
+        what = f"{error}{_store_hint(wanted_uuids)}"
+        yield Fault(what=what, file=store.url + STORE_FILE)
+    elif packs and not store.uuid:
+        what = f"it is missing, beside {len(packs)} packs{_store_hint(wanted_uuids)}"
+        yield Fault(what=what, file=store.url + STORE_FILE)
+    if packs and store.root.child(STORE_NAME).read(COMMIT_MARKER) is None:
+        what = (
+            "it is missing; without it Orbax may take the store for a leftover and "
+            "delete it. The next save writes it anew"
+        )
+        yield Fault(what=what, file=store.url + COMMIT_MARKER)
+    for folder in (store.pins, store.condemned):
+        yield from _mark_faults(folder)
+    for pack in packs:
+        if not PACK_NAME.fullmatch(pack):
+            what = "it is not named like a pack, so prune refuses to run; move it away"
+            yield Fault(what=what, file=store.packs.url + pack)
+
+
+def _store_hint(wanted_uuids: Collection[str]) -> str:
+    """What STORE.json must hold, if the MANIFESTs agree."""
+    if len(wanted_uuids) != 1:
+        return ""
+    document = store_document(next(iter(wanted_uuids))).decode().strip()
+    return f". By the MANIFESTs of this root it must hold {document}"
+
+
+def _mark_faults(folder: Folder) -> Iterator[Fault]:
+    for name in folder.names():
+        data = folder.read(name)
+        try:
+            if data is not None:
+                marks.parse_mark(data, where=folder.url + name)
+        except FormatError as error:
+            yield Fault(what=str(error), file=folder.url + name)
+
+
+def inspect_pack(folder: Folder, name: str) -> PackState:
+    """Read a pack whole and look at its header, its index and every record."""
+    try:
+        data = folder.read(name)
+    except StorageError as error:
+        return PackState(readable=False, faults=[str(error)])
+    if data is None:
+        return PackState(readable=False, faults=["the pack is missing"])
+    return PackState(size_bytes=len(data), faults=list(_pack_faults(name, data)))
+
+
+def _pack_faults(name: str, data: bytes) -> Iterator[str]:
+    pack = memoryview(data)
+    try:
+        index = records.parse_pack(pack)
+    except (CorruptionError, FormatError) as error:
+        yield str(error)
+        return
+    attempt, _, number = name.split("-")
+    if (index.attempt.hex(), str(index.number)) != (attempt, number):
+        yield (
+            f"by its header it is pack {index.number} of attempt "
+            f"{index.attempt.hex()}, not what its name says"
+        )
+    for position, (offset, length) in enumerate(index.spans):
+        try:
+            records.parse_record(pack[offset : offset + length])
+        except CorruptionError as error:
+            yield f"record {position + 1} of {len(index.spans)} at {offset}: {error}"

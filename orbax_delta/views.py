@@ -1,0 +1,272 @@
+"""What the command line shows people: tables and sentences made of `documents`.
+
+Does not belong here: reading anything, deciding what is shown.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from orbax_delta.documents import Document
+from orbax_delta.reports import human_bytes
+
+_MAX_NAMED = 8
+_MAX_ROWS = 20
+_PIPE_WIDTH = 10_000
+
+
+def console() -> Console:
+    """Standard output, taken literally; lines in a pipe are never cut or wrapped."""
+    found = Console(highlight=False, markup=False, emoji=False)
+    if not found.is_terminal:
+        found.width = _PIPE_WIDTH
+    return found
+
+
+def say(out: Console, *lines: str | Text) -> None:
+    """Print sentences; a terminal wraps them by itself."""
+    for line in lines:
+        out.print(line, soft_wrap=True)
+
+
+def show(out: Console, table: Table) -> None:
+    """Print a table: ruled on a terminal, otherwise plain columns."""
+    if out.is_terminal:
+        table.box, table.padding = rich.box.SIMPLE_HEAD, (0, 1, 0, 0)
+        out.print(table)
+        return
+    table.box, table.padding = None, (0, 2, 0, 0)
+    with out.capture() as capture:
+        out.print(table)
+    say(out, *(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _table(left: Iterable[str], right: Iterable[str]) -> Table:
+    """A table with columns that are aligned left and right."""
+    table = Table(pad_edge=False)
+    for name in left:
+        # A time is as wide as it is; a long path gives way.
+        table.add_column(name, overflow="fold", no_wrap=name == "saved at")
+    for name in right:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def steps_table(root: Document) -> Table:
+    """What `ls` shows: one line a step and item."""
+    table = _table(
+        ["step", "item", "saved at"],
+        ["raw", "written", "times smaller", "packs", "records mean/max", "built on"],
+    )
+    for entry in root["steps"]:
+        if "error" in entry:
+            table.add_row(_step(entry), entry["item"], "damaged", style="red")
+            continue
+        table.add_row(
+            _step(entry),
+            entry["item"] or "-",
+            entry["saved_at"][:19].replace("T", " "),
+            human_bytes(entry["full_bytes"]),
+            human_bytes(entry["written_bytes"]),
+            _times(entry["times_smaller"]),
+            str(entry["packs"]),
+            _records(entry),
+            entry["predecessor"] or "-",
+        )
+    for name in root["other_steps"]:
+        table.add_row(name, "-", "other", style="dim")
+    return table
+
+
+def _step(entry: Document) -> str:
+    return str(entry["step"]) + ("" if entry["finished"] else " (unfinished)")
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:,.0f}"
+
+
+def _records(entry: Document) -> str:
+    mean, longest = entry["records_per_chunk_mean"], entry["records_per_chunk_max"]
+    return f"{mean:.2f}/{longest}"
+
+
+def store_lines(root: Document) -> list[str | Text]:
+    """What `ls` says below its table: the store, and all that is damaged."""
+    store = root["store"]
+    lines: list[str | Text] = []
+    if store["packs"]:
+        lines.append(
+            f"Store: {_packs(store['packs'], store['bytes'])}. Are some dead? "
+            f"orbax-delta prune --dry-run {root['root']}"
+        )
+    damaged = (entry for entry in (store, *root["steps"]) if "error" in entry)
+    lines += [Text(entry["error"]["message"], style="red") for entry in damaged]
+    return lines
+
+
+def facts_table(step: Document) -> Table:
+    """What `show` says of a step."""
+    table = Table(show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    before = step["predecessor"]
+    for name, text in (
+        ("step", _step(step)),
+        ("item", step["item"] or "none, a checkpoint of its own"),
+        ("saved at", step["saved_at"].replace("T", " ")),
+        ("built on", f"step {before['step']}" if before else "nothing"),
+        *_report_facts(step),
+        ("packs", f"{step['packs']} in {step['packs_url']}"),
+        ("store", step["store_uuid"] or "none, the packs lie beside the MANIFEST"),
+        ("options", _pairs(step["options"])),
+        ("versions", _pairs(step["versions"])),
+        ("custom metadata", str(step["custom_metadata"] or "none")),
+    ):
+        table.add_row(name, text)
+    return table
+
+
+def _report_facts(step: Document) -> list[tuple[str, str]]:
+    report = step["report"]
+    stages = _pairs(report["stage_seconds"], lambda value: f"{value:.3f}")
+    return [
+        ("raw", human_bytes(step["full_bytes"])),
+        (
+            "written",
+            f"{human_bytes(step['written_bytes'])}, "
+            f"{_times(step['times_smaller'])} times smaller",
+        ),
+        (
+            "changed",
+            f"{report['elements_changed']:,} of {report['elements']:,} elements, "
+            f"{report['blocks_changed']:,} of {report['blocks']:,} blocks of 4 KiB",
+        ),
+        ("chunks", _pairs(report["chunks_by_form"]) or "none"),
+        ("new records", _pairs(report["bytes_by_form"], human_bytes) or "none"),
+        (
+            "seconds",
+            f"{report['blocking_seconds']:.3f} blocking, "
+            f"{report['total_seconds']:.3f} in all ({stages})",
+        ),
+    ]
+
+
+def _pairs(values: Document, text: Callable[[Any], str] = str) -> str:
+    return ", ".join(f"{name} {text(value)}" for name, value in values.items())
+
+
+def leaves_table(step: Document) -> Table:
+    """What `show` says of each leaf."""
+    table = _table(
+        ["leaf", "kind", "dtype", "shape"],
+        ["chunks", "records mean/max", "stored", "forms"],
+    )
+    for leaf in step["leaves"]:
+        stored = leaf["chunks"] > 0
+        table.add_row(
+            leaf["path"],
+            leaf["kind"],
+            leaf["dtype"] or "-",
+            " x ".join(map(str, leaf["shape"])) or "-",
+            str(leaf["chunks"]),
+            _records(leaf) if stored else "-",
+            human_bytes(leaf["stored_bytes"]) if stored else "-",
+            _pairs(leaf["forms"]) or "-",
+        )
+    return table
+
+
+def problem_lines(report: Document) -> list[str]:
+    """What `verify` found: what does not restore, for which steps, which file, why."""
+    lines = []
+    for number, problem in enumerate(report["problems"], 1):
+        leaf = problem["leaf"]
+        where = f"leaf {leaf}, chunk {problem['chunk']}" if leaf else problem["file"]
+        lines.append(f"{number}. {where}")
+        if problem["steps"]:
+            plural = "s" if len(problem["steps"]) > 1 else ""
+            item = f", item {problem['item']}" if problem["item"] else ""
+            lines.append(f"   step{plural} {_names(problem['steps'])}{item}")
+        if leaf:
+            lines.append(f"   {problem['file']}")
+        lines += [f"   {problem['what']}", ""]
+    return lines
+
+
+def verify_lines(report: Document) -> list[str | Text]:
+    """What `verify` looked at, and its verdict."""
+    lines: list[str | Text] = [
+        f"{_count(len(report['steps']), 'step')}, {_count(report['chunks'], 'chunk')} "
+        f"({report['chunks_decoded']:,} different ones decoded), "
+        f"{_packs(report['packs'], report['pack_bytes'])}, "
+        f"{report['total_seconds']:.1f} s."
+    ]
+    if report["vanished"]:
+        lines.append(f"Deleted meanwhile, not judged: {_names(report['vanished'])}.")
+    if report["unnamed_packs"]:
+        lines.append(
+            f"Named by no step: {_count(len(report['unnamed_packs']), 'pack')}, "
+            "garbage that prune removes, or of a save under way."
+        )
+    whole = report["whole_steps"]
+    if report["ok"]:
+        lines.append(Text("Nothing is wrong.", style="green"))
+    else:
+        tail = f"the newest whole step is {whole[-1]}" if whole else "no step is whole"
+        problems = _count(len(report["problems"]), "problem")
+        lines.append(Text(f"{problems}; {tail}.", style="red"))
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _names(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMED
+    shown = ", ".join(names[:_MAX_NAMED])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def packs_table(prune: Document) -> Table:
+    """The packs that `prune` deletes, the first of many."""
+    table = _table(["pack"], ["bytes"])
+    entries = prune["dead"] if prune["dry_run"] else prune["deleted"]
+    for entry in entries[:_MAX_ROWS]:
+        size = entry["bytes"]
+        table.add_row(entry["pack"], "-" if size is None else f"{size:,}")
+    if len(entries) > _MAX_ROWS:
+        table.add_row(f"and {len(entries) - _MAX_ROWS} more; --json names all", "")
+    return table
+
+
+def prune_lines(prune: Document) -> list[str]:
+    """Why packs are alive or dead, and what was done."""
+    dry_run = prune["dry_run"]
+    lines = [
+        f"Alive: {_packs(prune['live'], prune['live_bytes'])}, named by "
+        f"{_count(len(prune['manifests']), 'MANIFEST')} and "
+        f"{_count(len(prune['pins']), 'pin')} of running jobs.",
+        f"Dead: {_packs(len(prune['dead']), prune['dead_bytes'])}, named by none.",
+    ]
+    if prune["stale"]:
+        verb = "would be removed" if dry_run else "removed"
+        lines.append(
+            f"Pins and marks of dead processes, {verb}: {len(prune['stale'])}."
+        )
+    if dry_run:
+        lines.append("Nothing was deleted.")
+    else:
+        done = _packs(len(prune["deleted"]), prune["deleted_bytes"])
+        lines.append(f"Deleted: {done}.")
+    return lines
+
+
+def _packs(packs: int, size_bytes: int | None) -> str:
+    size = "" if size_bytes is None else f" ({human_bytes(size_bytes)})"
+    return f"{_count(packs, 'pack')}{size}"

@@ -1,0 +1,488 @@
+"""Verification: silent on what is whole; finds, names and passes every damage."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import roots
+import strategies
+from etils import epath
+from strategies import STORE, packs_named, packs_on_disk, read_manifest, read_step
+
+import orbax_delta
+from orbax_delta import check, codecs, errors, reader, records
+from orbax_delta.check import Problem
+from orbax_delta.codecs import Form
+from orbax_delta.dtypes import Rule
+from orbax_delta.errors import CorruptionError, DeltaError, NotFoundError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A healthy root that no test changes."""
+    return roots.make(tmp_path_factory.mktemp("made") / "run")
+
+
+@pytest.fixture
+def run(made, root):
+    """A copy of the healthy root, to be damaged."""
+    shutil.copytree(made, root)
+    return root
+
+
+def step_names(*numbers):
+    """Steps as verification names them."""
+    return tuple(map(str, numbers))
+
+
+def files(report):
+    """The files that a report blames."""
+    return {problem.file for problem in report.problems}
+
+
+def flip(path: Path, position: int) -> None:
+    """Change one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x40
+    path.write_bytes(data)
+
+
+def restores(root: Path, step: str) -> bool:
+    """Whether a handler restores a step, bit for bit."""
+    handler = orbax_delta.DeltaCheckpointHandler()
+    try:
+        tree = handler.restore(epath.Path(root / step / "default"))
+    except DeltaError:
+        return False
+    strategies.assert_same_tree(tree, roots.state(int(step)))
+    return True
+
+
+def test_healthy_root(made):
+    """Nothing is wrong with full, sparse, constant, derived, copied, sharded chunks."""
+    rows = [row for number in roots.STEPS for row in read_step(made, number).rows]
+    forms = {ref.form for row in rows for ref in row.refs}
+    assert {Form.CONSTANT, Form.PLANES, Form.SPARSE} <= forms
+    assert any(row.rule is Rule.F32_TO_BF16 for row in rows)
+    report = check.verify(str(made))
+    assert report.problems == []
+    assert report.ok
+    assert report.steps == tuple(report.whole_steps) == step_names(*roots.STEPS)
+    assert report.vanished == ()
+    assert report.chunks == len(rows)
+    lists = {(row.refs, row.rule, row.digest) for row in rows}
+    assert report.chunks_decoded == len(lists) < len(rows)
+    packs = made / STORE / "packs"
+    assert report.packs == len(packs_named(made)) > len(roots.STEPS)
+    assert report.pack_bytes == strategies.disk_bytes(packs)
+    assert report.unnamed_packs == []
+
+
+def test_nothing_is_changed(made):
+    """Verification leaves every file as it is."""
+    before = strategies.listing(made)
+    check.verify(str(made))
+    assert strategies.listing(made) == before
+
+
+def test_some_steps(made):
+    """Only the named steps are looked at, by number or by folder."""
+    report = check.verify(str(made), ["3", "0005"])
+    assert report.ok
+    assert report.steps == step_names(3, 5)
+    assert report.chunks == sum(len(read_step(made, n).rows) for n in (3, 5))
+
+
+def test_one_step_by_its_folder(made):
+    """The folder of a step, or of its item, can be named instead of the root."""
+    for folder in (made / "4", made / "4" / "default"):
+        report = check.verify(str(folder))
+        assert report.ok
+        assert report.steps == ("4",)
+        assert report.packs == len(read_manifest(made / "4/default/MANIFEST").packs)
+
+
+def test_progress_is_complete(made):
+    """Each thing counted goes up by what is done and ends at its total."""
+    told = []
+    report = check.verify(str(made), progress=lambda *what: told.append(what))
+    totals = {"MANIFESTs": 4, "packs": report.packs, "chunks": report.chunks}
+    for what, total in totals.items():
+        seen = [(done, of) for name, done, of in told if name == what]
+        assert {of for _, of in seen} == {total}
+        counts = [done for done, _ in seen]
+        assert counts == sorted(set(counts))
+        assert counts[-1] == total
+
+
+@st.composite
+def damages(draw):
+    """Which file, and what happens to it."""
+    kind = draw(st.sampled_from(["flip", "cut", "append", "zero", "delete", "empty"]))
+    return draw(st.integers(0, 10_000)), kind, draw(st.floats(0, 1, exclude_max=True))
+
+
+def damage(path: Path, kind: str, share: float) -> None:
+    """Damage one file; `share` says where in it."""
+    data = path.read_bytes()
+    position = int(len(data) * share)
+    if kind == "flip":
+        flip(path, position)
+    elif kind == "cut":
+        path.write_bytes(data[:position])
+    elif kind == "append":
+        path.write_bytes(data + b"\0")
+    elif kind == "zero":
+        path.write_bytes(bytes(len(data)))
+    elif kind == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+
+
+@hypothesis.given(damages())
+def test_any_damage_is_found(made, what):
+    """A file damaged in any way is blamed; whole steps are just those that restore."""
+    number, kind, share = what
+    candidates = [
+        *sorted((made / STORE / "packs").iterdir()),
+        *sorted(made.glob("*/default/part-*")),
+        *sorted(made.glob("*/default/MANIFEST")),
+    ]
+    path = candidates[number % len(candidates)]
+    if kind == "delete" and path.name == "MANIFEST":
+        kind = "empty"  # a step without MANIFEST is none
+    data = path.read_bytes()
+    try:
+        damage(path, kind, share)
+        report = check.verify(str(made))
+        whole = [str(n) for n in roots.STEPS if restores(made, str(n))]
+    finally:
+        path.write_bytes(data)
+    assert str(path.relative_to(made)) in files(report)
+    assert not report.ok
+    assert report.whole_steps == whole
+
+
+def test_a_damaged_record_names_leaf_chunk_and_steps(run):
+    """A record that several steps need: each chunk made of it, with all of them."""
+    steps = {str(n): read_step(run, n) for n in roots.STEPS}
+    leaves = steps["2"].manifest.leaves
+    (first, *_) = (
+        row for row in steps["2"].rows if leaves[row.leaf].name == "params/w"
+    )
+    record = first.refs[0]
+    flip(run / STORE / "packs" / record.pack, record.offset + record.length // 2)
+    expected = {}
+    for name, step in steps.items():
+        for row in step.rows:
+            if record in row.refs:
+                box = ", ".join(f"{start}:{stop}" for start, stop in row.box)
+                key = leaves[row.leaf].name, f"[{box}]", len(row.refs)
+                expected.setdefault(key, []).append(name)
+    report = check.verify(str(run))
+    chunks = [problem for problem in report.problems if problem.leaf]
+    assert {leaf for leaf, _, _ in expected} == {
+        "params/w",
+        "params/half",
+        "params/copy",
+    }
+    assert sorted((p.leaf, p.chunk, p.steps) for p in chunks) == sorted(
+        (leaf, chunk, tuple(names)) for (leaf, chunk, _), names in expected.items()
+    )
+    assert {problem.file for problem in chunks} == {f"{STORE}/packs/{record.pack}"}
+    assert {problem.item for problem in chunks} == {"default"}
+    assert all("checksum" in problem.what for problem in chunks)
+
+
+def test_one_damage_does_not_hide_another(run):
+    """A lost pack, a damaged part and a damaged MANIFEST are all found at once."""
+    lost = sorted(read_manifest(run / "2/default/MANIFEST").packs)[0]
+    (run / STORE / "packs" / lost).unlink()
+    (part,) = (run / "3/default").glob("part-*")
+    flip(part, 100)
+    flip(run / "4/default/MANIFEST", 300)
+    report = check.verify(str(run))
+    assert {
+        f"{STORE}/packs/{lost}",
+        str(part.relative_to(run)),
+        "4/default/MANIFEST",
+    } <= files(report)
+    by_pack = Problem(
+        what="the pack is missing",
+        file=f"{STORE}/packs/{lost}",
+        steps=tuple(
+            str(n)
+            for n in (2, 3, 5)
+            if lost in read_manifest(run / f"{n}/default/MANIFEST").packs
+        ),
+    )
+    assert by_pack in report.problems
+
+
+def test_damage_that_no_step_needs(run):
+    """A bad record that nothing refers to is a problem, but every step is whole."""
+    needed = {
+        (ref.pack, ref.offset)
+        for number in roots.STEPS
+        for row in read_step(run, number).rows
+        for ref in row.refs
+    }
+    idle = [
+        (pack, offset)
+        for pack in sorted((run / STORE / "packs").iterdir())
+        for offset, _ in records.parse_pack(memoryview(pack.read_bytes())).spans
+        if (pack.name, offset) not in needed
+    ]
+    pack, offset = idle[0]
+    flip(pack, offset + 40)
+    report = check.verify(str(run))
+    (problem,) = report.problems
+    assert problem.file == f"{STORE}/packs/{pack.name}"
+    assert f"at {offset}" in problem.what
+    assert problem.leaf == ""
+    assert list(report.steps) == list(report.whole_steps)
+
+
+def test_packs_that_changed_names(run):
+    """Two intact packs under each other's names do not belong to their headers."""
+    packs = run / STORE / "packs"
+    first, second = sorted(packs.iterdir())[:2]
+    first.rename(packs / "aside")
+    second.rename(first)
+    (packs / "aside").rename(second)
+    report = check.verify(str(run))
+    said = {p.file for p in report.problems if "not what its name says" in p.what}
+    assert said == {f"{STORE}/packs/{first.name}", f"{STORE}/packs/{second.name}"}
+
+
+def test_a_pack_that_cannot_be_read(run):
+    """A folder in a pack's place fails to be read, and the rest is still looked at."""
+    names = sorted(read_manifest(run / "2/default/MANIFEST").packs)
+    path = run / STORE / "packs" / names[0]
+    path.unlink()
+    path.mkdir()
+    report = check.verify(str(run))
+    assert files(report) == {f"{STORE}/packs/{names[0]}"}
+    assert "2" not in report.whole_steps
+    assert report.chunks == sum(len(read_step(run, n).rows) for n in roots.STEPS)
+
+
+def test_parts_of_two_steps_exchanged(run):
+    """A whole part of another step is not taken for the step's own."""
+    (two,) = (run / "2/default").glob("part-*")
+    (three,) = (run / "3/default").glob("part-*")
+    two.write_bytes(three.read_bytes())
+    report = check.verify(str(run))
+    assert files(report) == {f"2/default/{two.name}"}
+    assert report.whole_steps == ["3", "4", "5"]
+
+
+def test_store_file_missing(run):
+    """Without STORE.json nothing restores; what verification prints mends that."""
+    path = run / STORE / "STORE.json"
+    path.unlink()
+    report = check.verify(str(run))
+    assert files(report) == {f"{STORE}/STORE.json"}
+    assert report.whole_steps == []
+    first = report.problems[0]
+    assert first.steps == ()
+    path.write_text(first.what.partition("must hold ")[2])
+    assert check.verify(str(run)).ok
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[]", "is not the file of a delta store"),
+        (b'{"magic": "orbax-delta-store", "format_version": 0}', "has no uuid"),
+        (b'{"magic": "orbax-delta-store", "format_version": 9}', "format version 9"),
+    ],
+)
+def test_store_file_damaged(run, content, message):
+    """A damaged STORE.json is the store's problem and that of every step."""
+    (run / STORE / "STORE.json").write_bytes(content)
+    report = check.verify(str(run))
+    assert files(report) == {f"{STORE}/STORE.json"}
+    assert message in report.problems[0].what
+    assert "must hold" in report.problems[0].what
+    assert report.whole_steps == []
+
+
+def test_store_of_another_root(run):
+    """Steps whose store was replaced say which store they need."""
+    path = run / STORE / "STORE.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"uuid": "f" * 32}))
+    report = check.verify(str(run))
+    assert report.whole_steps == []
+    assert all(document["uuid"] in problem.what for problem in report.problems)
+
+
+def test_marker_missing(run):
+    """The file that keeps Orbax from deleting the store is missed."""
+    (run / STORE / "commit_success.txt").unlink()
+    report = check.verify(str(run))
+    assert files(report) == {f"{STORE}/commit_success.txt"}
+    assert list(report.whole_steps) == list(report.steps)
+
+
+@pytest.mark.parametrize("folder", ["pins", "condemned"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"{", "is damaged"), (b'{"format_version": 3}', "format version 3")],
+)
+def test_marks_damaged(run, folder, content, message):
+    """A damaged or newer pin or mark stops prune, so it is a problem."""
+    (run / STORE / folder).mkdir(exist_ok=True)
+    (run / STORE / folder / "some").write_bytes(content)
+    report = check.verify(str(run))
+    (problem,) = report.problems
+    assert problem.file == f"{STORE}/{folder}/some"
+    assert message in problem.what
+
+
+def test_foreign_file_among_packs(run):
+    """A file that is no pack stops prune, so it is a problem."""
+    (run / STORE / "packs" / "notes.txt").write_text("mine")
+    report = check.verify(str(run))
+    assert files(report) == {f"{STORE}/packs/notes.txt"}
+
+
+def test_newer_manifest(run):
+    """A MANIFEST of a newer format is a problem of its step alone."""
+    path = run / "3/default/MANIFEST"
+    path.write_bytes(path.read_bytes().replace(b"MANIFEST 0 ", b"MANIFEST 7 ", 1))
+    report = check.verify(str(run))
+    (problem,) = report.problems
+    assert problem.steps == ("3",)
+    assert "format version 7" in problem.what
+    assert report.whole_steps == ["2", "4", "5"]
+
+
+def test_unnamed_packs_are_garbage(run):
+    """Packs that no step names are counted and are no problem."""
+    before = packs_on_disk(run)
+    shutil.rmtree(run / "2")
+    dead = before - packs_named(run)
+    assert dead
+    report = check.verify(str(run))
+    assert report.ok
+    assert report.unnamed_packs == sorted(dead)
+
+
+def test_steps_in_a_trash_folder(run):
+    """Steps that Orbax moved below the root are looked at under their folder's name."""
+    (run / "trash").mkdir()
+    (run / "2").rename(run / "trash" / "2")
+    report = check.verify(str(run))
+    assert report.ok
+    assert sorted(report.steps) == ["3", "4", "5", "trash/2"]
+
+
+def test_a_step_that_goes_meanwhile(run):
+    """A step deleted and pruned in the middle is left out, whatever was found of it."""
+    only_two = set(read_manifest(run / "2/default/MANIFEST").packs)
+    for number in (3, 4, 5):
+        only_two -= set(read_manifest(run / f"{number}/default/MANIFEST").packs)
+    assert only_two
+
+    def delete(what, done, total):
+        if what == "MANIFESTs" and done == total:
+            shutil.rmtree(run / "2")
+            for name in only_two:
+                (run / STORE / "packs" / name).unlink()
+
+    report = check.verify(str(run), progress=delete)
+    assert report.ok
+    assert report.vanished == ("2",)
+    assert report.steps == step_names(3, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["final", "7"])
+def test_self_contained_checkpoint(tmp_path, name):
+    """A plain Checkpointer's save is verified with the packs beside its MANIFEST."""
+    folder = tmp_path / "models3" / name
+    with ocp.Checkpointer(orbax_delta.DeltaCheckpointHandler()) as checkpointer:
+        tree = {"w": np.arange(2000.0)}
+        checkpointer.save(folder, args=orbax_delta.DeltaSave(tree))
+    for place in (folder, folder.parent):
+        report = check.verify(str(place))
+        assert report.ok
+        assert report.steps == (name,)
+        assert report.chunks == 1
+    (pack,) = (folder / "packs").iterdir()
+    flip(pack, 60)
+    report = check.verify(str(folder))
+    assert [(p.leaf, p.steps) for p in report.problems] == [
+        ("", (name,)),
+        ("w", (name,)),
+    ]
+    assert files(report) == {f"packs/{pack.name}"}
+
+
+def test_no_such_step(made):
+    """A step that is not there is named with those that are."""
+    with pytest.raises(NotFoundError, match=r"no step '9'.*there are 2, 3, 4, 5"):
+        check.verify(str(made), ["3", "9"])
+
+
+def test_nothing_to_verify(tmp_path):
+    """A folder that is missing, or holds nothing of the package, is an error."""
+    with pytest.raises(NotFoundError, match="there is no folder"):
+        check.verify(str(tmp_path / "none"))
+    with pytest.raises(NotFoundError, match="holds no _delta_store and no MANIFEST"):
+        check.verify(str(tmp_path))
+
+
+def test_a_folder_inside_the_store(made):
+    """Who names the store's folder is told the root."""
+    with pytest.raises(NotFoundError, match=f"A store lies in {made}; name that"):
+        check.verify(str(made / STORE))
+
+
+def test_an_error_is_never_taken_for_health(run, monkeypatch):
+    """A store that fails in the middle of decoding leaves its step a problem."""
+    fetch = reader.fetch
+
+    def failing(*arguments, **named):
+        yield next(fetch(*arguments, **named))
+        raise errors.StorageError("the network is gone")
+
+    monkeypatch.setattr(reader, "fetch", failing)
+    report = check.verify(str(run), ["3"])
+    assert [problem.what for problem in report.problems] == ["the network is gone"]
+    assert report.whole_steps == []
+
+
+def test_corrupted_content_behind_a_good_checksum(run):
+    """A record that is intact but not the one that the row means is found by digest."""
+    step = read_step(run, 5)
+    leaves = step.manifest.leaves
+    record = next(row.refs[0] for row in step.rows if leaves[row.leaf].name == "noise")
+    path = run / STORE / "packs" / record.pack
+    data = bytearray(path.read_bytes())
+    span = slice(record.offset, record.offset + record.length)
+    parsed = records.parse_record(memoryview(bytes(data[span])))
+    content = codecs.decode(
+        parsed.form, parsed.payload, None, parsed.content_bytes, parsed.word_bytes
+    )
+    content[0] ^= 1
+    payload = codecs.encode_full(content, parsed.word_bytes)
+    assert len(payload) == len(parsed.payload)
+    data[span] = dataclasses.replace(parsed, payload=payload).encode()
+    path.write_bytes(data)
+    report = check.verify(str(run))
+    (problem,) = report.problems
+    assert (problem.leaf, problem.steps) == ("noise", ("5",))
+    assert "its content has digest" in problem.what
+    with pytest.raises(CorruptionError, match="leaf noise"):
+        orbax_delta.DeltaCheckpointHandler().restore(epath.Path(run / "5/default"))

@@ -1,0 +1,163 @@
+"""Pins, condemned marks and STORE.json: literal bytes and typed errors on damage."""
+
+import json
+import os
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from orbax_delta import marks, owners, store
+from orbax_delta.errors import DeltaError, FormatError, UnsupportedVersionError
+from orbax_delta.marks import Mark
+from orbax_delta.owners import Owner
+
+PACK = "00000000000000000000000000000000-p0-0"
+GOLDEN_PIN = (
+    b'{"format_version": 0, '
+    b'"owner": {"host": "node-1", "pid": 4711, "start": "99"}, '
+    b'"packs": ["00000000000000000000000000000000-p0-0"]}'
+)
+PIN = Mark(owner=Owner(host="node-1", pid=4711, start="99"), packs=(PACK,))
+
+GOLDEN_STORE = (
+    b'{"format_version": 0, "magic": "orbax-delta-store", '
+    b'"uuid": "abababababababababababababababab"}\n'
+)
+
+
+def _parse(data):
+    return marks.parse_mark(data, where="pins/x")
+
+
+def _pin(**changes):
+    document = json.loads(GOLDEN_PIN) | changes
+    return json.dumps(document).encode()
+
+
+def test_a_pin_is_these_bytes():
+    """Literal JSON, keys sorted, and the same read back."""
+    assert PIN.encode() == GOLDEN_PIN
+    assert _parse(GOLDEN_PIN) == PIN
+
+
+@hypothesis.given(
+    st.text(), st.integers(1, (1 << 31) - 1), st.text(), st.integers(0, 30)
+)
+def test_any_mark_comes_back(host, pid, start, count):
+    """Whatever hosts are called and however many packs are named."""
+    packs = tuple(f"{'0f' * 16}-p0-{number}" for number in range(count))
+    mark = Mark(owner=Owner(host=host, pid=pid, start=start), packs=packs)
+    assert _parse(mark.encode()) == mark
+
+
+def test_a_changed_byte_is_a_mark_or_a_typed_error():
+    """All 255 other values at each byte; a mark has no checksum of its own."""
+    for position in range(len(GOLDEN_PIN)):
+        damaged = bytearray(GOLDEN_PIN)
+        for mask in range(1, 256):
+            damaged[position] = GOLDEN_PIN[position] ^ mask
+            try:
+                mark = _parse(bytes(damaged))
+            except DeltaError:
+                continue
+            assert isinstance(mark.owner.known_dead, bool)
+
+
+def test_every_mark_that_is_cut_off_is_noticed():
+    """Half a mark never counts as one."""
+    for length in range(len(GOLDEN_PIN)):
+        with pytest.raises(FormatError, match="pins/x is damaged"):
+            _parse(GOLDEN_PIN[:length])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"null",
+        b"[0]",
+        b"\xff",
+        b"[" * 100_000,
+        _pin(owner=None),
+        _pin(owner={"host": "a", "pid": 1}),
+        _pin(owner={"host": 1, "pid": 1, "start": ""}),
+        _pin(owner={"host": "a", "pid": "1", "start": ""}),
+        _pin(owner={"host": "a", "pid": True, "start": ""}),
+        _pin(owner={"host": "a", "pid": 0, "start": ""}),
+        _pin(owner={"host": "a", "pid": -1, "start": ""}),
+        _pin(owner={"host": "a", "pid": 1 << 31, "start": ""}),
+        _pin(owner={"host": "a", "pid": 1, "start": 5}),
+        _pin(packs=None),
+        _pin(packs=PACK),
+        _pin(packs=[1]),
+        _pin(packs=["../x"]),
+        _pin(packs={"a": 1}),
+    ],
+)
+def test_a_mark_that_no_writer_makes_is_refused(data):
+    """A prune stops at what it cannot read, and never asks for process 0 or -1."""
+    with pytest.raises(FormatError, match="no job is saving to this root, remove it"):
+        _parse(data)
+
+
+def test_a_newer_mark_is_not_guessed_at():
+    """Its version is looked at before its fields."""
+    with pytest.raises(UnsupportedVersionError, match="format version 1"):
+        _parse(_pin(format_version=1, owner=None))
+
+
+def test_marks_of_a_folder_are_read_by_name(tmp_path):
+    """All of them, and a damaged one is named in full."""
+    folder = store.Folder(str(tmp_path / "pins"))
+    assert marks.read_marks(folder) == {}
+    folder.write("a", GOLDEN_PIN)
+    folder.write("b", GOLDEN_PIN)
+    assert marks.read_marks(folder) == {"a": PIN, "b": PIN}
+    folder.write("b", b"{")
+    with pytest.raises(FormatError, match="pins/b is damaged"):
+        marks.read_marks(folder)
+
+
+def test_this_process_is_alive_and_others_are_known_by_number_and_start():
+    """A number that another process took over is a dead owner; other hosts are not."""
+    me = owners.this_process()
+    assert me.pid == os.getpid()
+    assert not me.known_dead
+    assert not Owner(host="elsewhere", pid=me.pid, start="0").known_dead
+    assert Owner(host=me.host, pid=(1 << 31) - 1, start=me.start).known_dead
+    if me.start:
+        assert Owner(host=me.host, pid=me.pid, start=me.start + "0").known_dead
+
+
+def test_the_store_file_is_these_bytes():
+    """Literal JSON of STORE.json, and its identity read back."""
+    assert store._store_document("ab" * 16) == GOLDEN_STORE
+    assert store._parse_store(GOLDEN_STORE, "root/") == "ab" * 16
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (b"", FormatError, "is not JSON"),
+        (b"\xff", FormatError, "is not JSON"),
+        (b"[" * 100_000, FormatError, "is not JSON"),
+        (b"[]", FormatError, "not the file of a delta store"),
+        (b'{"magic": 1}', FormatError, "not the file of a delta store"),
+        (b'{"magic": "orbax-delta-store"}', UnsupportedVersionError, "version None"),
+        (
+            GOLDEN_STORE.replace(b'"format_version": 0', b'"format_version": 1'),
+            UnsupportedVersionError,
+            "format version 1",
+        ),
+        (GOLDEN_STORE.replace(b"uuid", b"name"), FormatError, "has no uuid"),
+        (
+            GOLDEN_STORE.replace(b'"ab', b'["ab').replace(b"}", b"]}"),
+            FormatError,
+            "uuid",
+        ),
+    ],
+)
+def test_a_damaged_store_file_is_refused(data, error, message):
+    """Nothing is saved to, or pruned from, a store that cannot be told apart."""
+    with pytest.raises(error, match=message):
+        store._parse_store(data, "root/_delta_store/")

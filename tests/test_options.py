@@ -1,0 +1,94 @@
+"""Option values: every field has a range, and what is out of it is named."""
+
+import dataclasses
+import os
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from orbax_delta.errors import InvalidInputError
+from orbax_delta.options import DeltaOptions
+
+RANGES = {
+    "chunk_bytes": (64, 1 << 30),
+    "pack_bytes": (1024, 1 << 31),
+    "full_every": (0, 199),
+    "max_chain": (1, 200),
+    "read_budget": (1.0, 100.0),
+    "refresh_every": (1, 30_000),
+    "threads": (1, 256),
+}
+"""Smallest and largest value of each field that is a number."""
+
+
+def test_defaults_are_those_of_the_documentation():
+    """The advertised line uses these, and nothing else."""
+    assert dataclasses.asdict(DeltaOptions()) == {
+        "chunk_bytes": 1 << 20,
+        "pack_bytes": 16 << 20,
+        "full_every": 10,
+        "max_chain": 20,
+        "read_budget": 2.0,
+        "refresh_every": 30,
+        "threads": None,
+        "auto_prune": True,
+    }
+
+
+def test_every_number_has_a_range_here():
+    """A new option comes with its range in this table."""
+    names = {field.name for field in dataclasses.fields(DeltaOptions)}
+    assert names == set(RANGES) | {"auto_prune"}
+
+
+@pytest.mark.parametrize(("name", "limits"), RANGES.items())
+def test_the_ends_of_each_range_are_allowed(name, limits):
+    """Smallest and largest value."""
+    for value in limits:
+        assert getattr(DeltaOptions(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(("name", "limits"), RANGES.items())
+def test_what_lies_outside_a_range_is_named(name, limits):
+    """Just past either end, and values of another type."""
+    low, high = limits
+    outside = [low - 1, high + 1, "8", [], float("nan"), float("inf"), -(10**30)]
+    outside += [True] if isinstance(low, int) else []
+    outside += [None] if name != "threads" else []
+    for value in outside:
+        with pytest.raises(InvalidInputError, match=f"DeltaOptions.{name} is"):
+            DeltaOptions(**{name: value})
+
+
+@pytest.mark.parametrize("value", [1.5, 8.0])
+@pytest.mark.parametrize("name", sorted(set(RANGES) - {"read_budget"}))
+def test_counts_are_whole_numbers(name, value):
+    """Not even a float without a fraction is taken for one."""
+    with pytest.raises(InvalidInputError, match="a whole number"):
+        DeltaOptions(**{name: value})
+
+
+@hypothesis.given(
+    st.builds(
+        DeltaOptions,
+        threads=st.none() | st.integers(1, 256),
+        chunk_bytes=st.integers(64, 1 << 30),
+        read_budget=st.floats(1, 100),
+    )
+)
+def test_options_are_values(options):
+    """Equal, hashable, frozen and without a dictionary."""
+    assert options == dataclasses.replace(options)
+    assert hash(options) == hash(dataclasses.replace(options))
+    with pytest.raises(dataclasses.FrozenInstanceError, match="threads"):
+        options.threads = 3
+    assert not hasattr(options, "__dict__")
+
+
+def test_threads_follow_the_machine_up_to_sixteen(monkeypatch):
+    """One a core; an explicit number is taken as it is."""
+    for cores, expected in ((None, 1), (1, 1), (4, 4), (64, 16)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert DeltaOptions().worker_count == expected
+    assert DeltaOptions(threads=40).worker_count == 40

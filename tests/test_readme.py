@@ -1,0 +1,17 @@
+"""The README's Python blocks run, in order, in one namespace."""
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_every_python_block_runs(root, capsys):
+    """What a newcomer copies works, and prints the report's line."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    namespace = {"root": root}
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), namespace)
+    assert len(blocks) == 2
+    assert "times smaller" in capsys.readouterr().out
+    assert namespace["step"] == 4

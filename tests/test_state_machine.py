@@ -1,0 +1,339 @@
+"""A run as a state machine, beside a plain dictionary of what each step must hold."""
+
+import contextlib
+import pathlib
+import random
+import shutil
+import tempfile
+import threading
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import strategies
+from etils import epath
+from hypothesis import given, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from strategies import assert_same_tree, open_run
+
+import orbax_delta
+from orbax_delta import prune
+from orbax_delta.store import DeltaStore, Folder
+
+PICK = st.integers(0, 1000)
+
+
+def restore_alone(path):
+    """Restore an item's directory with a handler that knows nothing of a manager."""
+    return orbax_delta.DeltaCheckpointHandler().restore(epath.Path(path))
+
+
+def prune_now(root):
+    """What `orbax-delta prune` does."""
+    store = DeltaStore.open(Folder(str(root)))
+    return prune.execute(store, prune.plan(store)) if store else ()
+
+
+def first_state(seed):
+    """A small state with a frozen leaf, a master and its cast, and Python values."""
+    rng = np.random.default_rng(seed)
+    master = rng.standard_normal(900).astype(np.float32)
+    return {
+        "master": jnp.asarray(master),
+        "half": jnp.asarray(master, jnp.bfloat16),
+        "frozen": rng.integers(0, 9, 300),
+        "moments": {"mu": jnp.zeros((30, 30)), "nu": jnp.zeros((30, 30))},
+        "step": 0,
+    }
+
+
+class Machine(RuleBasedStateMachine):
+    """Saves, restores, deletions, prunes, restarts and failures in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.monkeypatch = pytest.MonkeyPatch()
+        strategies.skip_disk_sync(self.monkeypatch)
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="orbax-delta-machine-"))
+        self.root = self.folder / "run"
+        self.model = {}  # step -> tree, in the root
+        self.trash = {}  # step -> tree, below root/trash
+        self.gone = set()  # steps that were deleted
+        self.run = None
+
+    @initialize(seed=strategies.SEEDS, options=strategies.option_values())
+    def begin(self, seed, options):
+        """Open a manager on an empty folder."""
+        self.tree = first_state(seed)
+        self.options = options
+        self._open()
+
+    def _open(self):
+        self.context = open_run(self.root, **self.options)
+        self.run = self.context.__enter__()
+
+    def _pick(self, steps, pick):
+        return sorted(steps)[pick % len(steps)]
+
+    def _start(self, step):
+        self.run.manager.save(step, args=ocp.args.StandardSave(self.tree), force=True)
+
+    def _save(self, step):
+        self._start(step)
+        self.run.manager.wait_until_finished()
+        self.model[step] = self.tree
+
+    def _next_step(self):
+        return 1 + max({0, *self.model, *self.trash, *self.gone})
+
+    @rule(changes=strategies.edits(), gap=st.integers(0, 3))
+    def save(self, changes, gap):
+        """Save a state with a few edits."""
+        self.tree = strategies.edited(self.tree, changes) or {"never empty": 1}
+        self._save(self._next_step() + gap)
+
+    @rule()
+    def save_unchanged(self):
+        """Save the same state again as another step."""
+        self._save(self._next_step())
+
+    @precondition(lambda self: self.model)
+    @rule(pick=PICK, changes=strategies.edits())
+    def go_back(self, pick, changes):
+        """Restore an older step and go on from there."""
+        step = self._pick(self.model, pick)
+        self.tree = self.run.restore(step, self.model[step])
+        assert_same_tree(self.tree, self.model[step])
+        self.tree = strategies.edited(self.tree, changes) or {"never empty": 1}
+        self._save(self._next_step())
+
+    @precondition(lambda self: self.model)
+    @rule(pick=PICK)
+    def restore(self, pick):
+        """Restore any step."""
+        step = self._pick(self.model, pick)
+        assert_same_tree(self.run.restore(step), self.model[step])
+
+    @precondition(lambda self: self.model)
+    @rule(pick=PICK, by_hand=st.booleans())
+    def delete(self, pick, by_hand):
+        """Delete any step, by the manager or behind its back."""
+        step = self._pick(self.model, pick)
+        if by_hand:
+            shutil.rmtree(self.root / str(step))
+            self.run.manager.reload()
+        else:
+            self.run.manager.delete(step)
+        del self.model[step]
+        self.gone.add(step)
+
+    @precondition(lambda self: self.gone)
+    @rule(pick=PICK)
+    def save_a_deleted_step_again(self, pick):
+        """Save under the number of a step that is gone."""
+        step = self._pick(self.gone, pick)
+        self.gone.discard(step)
+        self._save(step)
+
+    @precondition(lambda self: self.model)
+    @rule(pick=PICK)
+    def move_to_trash(self, pick):
+        """Move a step the way `todelete_subdir` does."""
+        step = self._pick(self.model, pick)
+        (self.root / "trash").mkdir(exist_ok=True)
+        (self.root / str(step)).rename(self.root / "trash" / str(step))
+        self.trash[step] = self.model.pop(step)
+        self.run.manager.reload()
+
+    @precondition(lambda self: self.trash)
+    @rule(pick=PICK, back=st.booleans())
+    def empty_trash(self, pick, back):
+        """Take a step back out of the trash, or delete it for good."""
+        step = self._pick(self.trash, pick)
+        tree = self.trash.pop(step)
+        path = self.root / "trash" / str(step)
+        assert_same_tree(restore_alone(path / "default"), tree)
+        if back:
+            path.rename(self.root / str(step))
+            self.model[step] = tree
+        else:
+            shutil.rmtree(path)
+            self.gone.add(step)
+        self.run.manager.reload()
+
+    @rule()
+    def prune(self):
+        """Prune from the command line while the run goes on."""
+        prune_now(self.root)
+
+    @rule(pick=PICK, restore=st.booleans())
+    def reopen(self, pick, restore):
+        """End the run and start another, which may restore before it saves."""
+        self.context.__exit__(None, None, None)
+        self._open()
+        if restore and self.model:
+            step = self._pick(self.model, pick)
+            assert_same_tree(self.run.restore(step), self.model[step])
+
+    @rule(write=st.integers(0, 7), changes=strategies.edits())
+    def failing_save(self, write, changes):
+        """One write of a save fails; the step does not count, the next one is right."""
+        self.tree = strategies.edited(self.tree, changes) or {"never empty": 1}
+        step = self._next_step()
+        with _failing_write(write):
+            self._start(step)
+            try:
+                self.run.manager.wait_until_finished()
+            except orbax_delta.StorageError:
+                self.run.manager.reload()
+                assert step not in self.run.manager.all_steps()
+            else:
+                self.model[step] = self.tree
+
+    @invariant()
+    def newest_is_right(self):
+        """The newest step restores at any time."""
+        if self.model:
+            step = max(self.model)
+            path = self.root / str(step) / "default"
+            assert_same_tree(restore_alone(path), self.model[step])
+
+    def teardown(self):
+        """All steps restore, and nothing that no step names is left."""
+        try:
+            if self.run is not None:
+                self._save(self._next_step())
+                for step, tree in self.model.items():
+                    assert_same_tree(self.run.restore(step), tree)
+                    for row in strategies.read_step(self.root, step).rows:
+                        assert len(row.refs) <= self.options["max_chain"]
+                for step, tree in self.trash.items():
+                    path = self.root / "trash" / str(step) / "default"
+                    assert_same_tree(restore_alone(path), tree)
+                self.context.__exit__(None, None, None)
+                on_disk = strategies.packs_on_disk(self.root)
+                assert on_disk == strategies.packs_named(self.root)
+        finally:
+            self.monkeypatch.undo()
+            shutil.rmtree(self.folder)
+
+
+@contextlib.contextmanager
+def _failing_write(number):
+    """Let the store refuse its `number`-th write."""
+    start_write = Folder.start_write
+    count = 0
+
+    def refusing(self, key, data):
+        nonlocal count
+        count += 1
+        if count == number + 1:
+            raise orbax_delta.StorageError(f"no space left for {key}")
+        return start_write(self, key, data)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Folder, "start_write", refusing)
+        yield
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(
+    max_examples=settings().max_examples // 4, deadline=None
+)
+
+
+# --- beside a renamer and a pruner --------------------------------------------------
+
+_MAX_MOVES = 100_000
+_MAX_PRUNES = 1_000
+
+
+class _Renamer(threading.Thread):
+    """Moves finished steps to a trash folder and back, one after the other."""
+
+    def __init__(self, root, seed, stop):
+        super().__init__()
+        self.root, self.stop = root, stop
+        self.random = random.Random(seed)
+        self.moves = 0
+
+    def run(self):
+        trash = self.root / "trash"
+        trash.mkdir(parents=True)
+        while not self.stop.is_set() and self.moves < _MAX_MOVES:
+            here = [path for path in self.root.iterdir() if path.name.isdigit()]
+            there = list(trash.iterdir())
+            if not here and not there:
+                continue
+            path = self.random.choice(here + there)
+            path.rename((self.root if path in there else trash) / path.name)
+            self.moves += 1
+
+
+class _Pruner(threading.Thread):
+    """Prunes again and again; may give up when steps move too fast."""
+
+    def __init__(self, root, stop):
+        super().__init__()
+        self.root, self.stop = root, stop
+        self.done = 0
+        self.given_up = 0
+        self.errors = []
+
+    def run(self):
+        while not self.stop.is_set() and self.done + self.given_up < _MAX_PRUNES:
+            try:
+                prune_now(self.root)
+                self.done += 1
+            except orbax_delta.StorageError as error:
+                assert "kept changing" in str(error)
+                self.given_up += 1
+            except Exception as error:  # handed to the test, which fails with it
+                self.errors.append(error)
+                return
+
+
+@given(
+    seed=strategies.SEEDS,
+    changes=st.lists(strategies.edits(), min_size=6, max_size=12),
+    options=strategies.option_values(),
+)
+@settings(max_examples=max(2, settings().max_examples // 10))
+def test_saves_beside_a_renamer_and_a_pruner(seed, changes, options):
+    """Steps that move while they are marked, and packs swept beside saves, survive."""
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        tempfile.TemporaryDirectory(prefix="orbax-delta-beside-") as name,
+    ):
+        strategies.skip_disk_sync(monkeypatch)
+        root = pathlib.Path(name) / "run"
+        stop = threading.Event()
+        renamer, pruner = _Renamer(root, seed, stop), _Pruner(root, stop)
+        model = {}
+        tree = first_state(seed)
+        with open_run(root, **options) as run:
+            renamer.start()
+            pruner.start()
+            for step, edits in enumerate(changes):
+                tree = strategies.edited(tree, edits) or {"never empty": 1}
+                run.manager.save(step, args=ocp.args.StandardSave(tree), force=True)
+                model[step] = tree
+            run.manager.wait_until_finished()
+            stop.set()
+            renamer.join()
+            pruner.join()
+        print("XX", renamer.moves, pruner.done, pruner.given_up)
+        assert not pruner.errors
+        for step, tree in model.items():
+            path, other = root / str(step), root / "trash" / str(step)
+            assert path.exists() != other.exists()
+            path = path if path.exists() else other
+            assert_same_tree(restore_alone(path / "default"), tree)
