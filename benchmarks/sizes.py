@@ -13,6 +13,7 @@ bit for bit.
 import argparse
 import dataclasses
 import json
+import logging
 import pathlib
 import shutil
 import sys
@@ -24,6 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from decoder import SCALES
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 from measure import (
     ORBAX_EVERY,
     TARGETS,
@@ -161,7 +163,10 @@ def plot_live(results: list[LiveResult], path: pathlib.Path) -> None:
         axis.plot(steps, np.array(counts) / 1e6, "s", label="Orbax's own handler")
         axis.axhline(result.raw_bytes / 1e6, color="grey", ls=":", label="raw state")
         axis.set(title=result.workload, xlabel="save", ylabel="MB added", yscale="log")
-    axes[0][0].legend()
+        axis.yaxis.set_major_formatter(LogFormatter())
+        axis.yaxis.set_minor_formatter(LogFormatter())
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
     figure.savefig(path, dpi=120)
 
 
@@ -219,6 +224,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Measures and prints; returns 0 if every wanted size is met, 1 if not."""
     options = parse_arguments()
+    # Each save is waited for on purpose, which Orbax would warn of every time.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     console, progress_console = Console(), Console(stderr=True)
     console.width = max(console.width, TABLE_COLUMNS)
     free_bytes = shutil.disk_usage(tempfile.gettempdir()).free

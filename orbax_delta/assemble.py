@@ -161,9 +161,10 @@ def _resolved(entry: LeafEntry, wanted: Wanted) -> Wanted:
         # What jax makes of a Python number.
         dtype = jax.dtypes.canonicalize_dtype(_NUMBERS[entry.kind])
         return dataclasses.replace(wanted, dtype=dtype)
-    if wanted.sharding is None and entry.kind in ("numpy", "numpy_scalar"):
-        # Orbax's own targets describe numpy leaves by ShapeDtypeStructs like this.
-        return dataclasses.replace(wanted, make=_MAKE_OF_KIND[entry.kind])
+    if wanted.sharding is None and entry.kind not in ("jax", "key"):
+        # Orbax's own targets and metadata describe leaves of the host like this.
+        make = _MAKE_OF_KIND.get(entry.kind, Make.NUMPY)
+        return dataclasses.replace(wanted, make=make)
     return wanted
 
 
@@ -314,16 +315,16 @@ def _python(value: Any, wanted: Wanted, entry: LeafEntry) -> Any:
         return value
     try:
         converted = wanted.python(value)
-        if converted != value and value == value:
-            _logger.warning(
-                "leaf %s holds %r and becomes %r, as its target asks",
-                entry.name,
-                value,
-                converted,
-            )
-        return converted
     except (TypeError, ValueError, OverflowError) as error:
         raise StructureError(
             f"leaf {entry.name} holds a {type(value).__name__}, which cannot become "
             f"the target's {wanted.python.__name__}: {error}"
         ) from error
+    if converted != value and value == value:
+        _logger.warning(
+            "leaf %s holds %r and becomes %r, as its target asks",
+            entry.name,
+            value,
+            converted,
+        )
+    return converted

@@ -176,9 +176,12 @@ class _Verification:
             self._progress("packs", done + 1, len(keys))
 
     def _open_packs(self, item: Item) -> Folder | None:
+        if item.error is not None and item.manifest is not None:
+            # Only its report is damaged, which no restore needs.
+            self._add(Problem(what=str(item.error), file=item.key), item)
+        elif item.error is not None:
+            self._add_to_item(item, item.error, item.key)
         if item.manifest is None:
-            if item.error is not None:
-                self._add_to_item(item, item.error, item.key)
             return None
         try:
             return steps.packs_of(item.manifest, Folder(item.place.item_url))

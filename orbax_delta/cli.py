@@ -175,7 +175,7 @@ def _open_store(url: str) -> DeltaStore:
 def demo(
     folder: Path | None, plot: Path | None, steps: int, seed: int, as_json: bool
 ) -> int:
-    """Train, be killed in the middle of a save, go on, compare bit by bit."""
+    """Train, be killed in a save, go on, compare every bit."""
     from orbax_delta import demo as main_job  # the only command that needs jax
 
     console = Console(stderr=True) if as_json else Console()

@@ -142,6 +142,8 @@ def _record(
     ).encode()
     earlier = stored.row.refs if stored and not form.is_full else ()
     since, age = _counters(finding, options, full=form.is_full)
+    renewed = finding.status is Status.REFRESH
+    blocks = 0 if renewed else -(-content.size // codecs.BLOCK_BYTES)
     return Coded(
         finding=finding,
         form=form,
@@ -151,7 +153,7 @@ def _record(
         age=age,
         content=_keep(finding, content),
         changed_words=_changed(finding, delta.changed_words if delta else None),
-        changed_blocks=delta.changed_blocks if delta else -(-content.size // 4096),
+        changed_blocks=delta.changed_blocks if delta else blocks,
         read_bytes=read_bytes,
     )
 

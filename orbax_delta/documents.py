@@ -16,7 +16,7 @@ from orbax_delta.errors import DeltaError
 from orbax_delta.listing import Item, Root
 from orbax_delta.parts import Row
 from orbax_delta.prune import PrunePlan
-from orbax_delta.reports import SaveReport, chain_lengths
+from orbax_delta.reports import chain_lengths
 from orbax_delta.steps import Step
 
 Document = dict[str, Any]
@@ -63,10 +63,9 @@ def of_item(item: Item) -> Document:
         "item": item.place.item,
         "finished": item.finished,
     }
-    manifest = item.manifest
-    if manifest is None:
+    manifest, report = item.manifest, item.report
+    if manifest is None or report is None:
         return document | (_of_delta_error(item.error) if item.error else {})
-    report = SaveReport.from_document(manifest.report)
     saved = dt.datetime.fromtimestamp(manifest.wall_time).astimezone()
     return document | {
         "saved_at": saved.isoformat(timespec="seconds"),

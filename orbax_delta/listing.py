@@ -12,6 +12,7 @@ from orbax_delta import prune, steps
 from orbax_delta.errors import DeltaError, NotFoundError, StorageError
 from orbax_delta.manifests import MANIFEST_NAME, Manifest
 from orbax_delta.places import TEMPORARY_SUFFIX, Place, locate
+from orbax_delta.reports import SaveReport
 from orbax_delta.store import STORE_FILE, STORE_NAME, DeltaStore, Folder
 
 Progress = Callable[[str, int, int], None]
@@ -35,13 +36,15 @@ class Item:
         step: Folder of its step, relative to the root.
         place: Where it lies.
         manifest: What it says; None if it cannot be read.
-        error: Why it cannot be read.
+        report: The report kept in it; None if that cannot be read.
+        error: Why one of them cannot be read.
     """
 
     key: str
     step: str
     place: Place
     manifest: Manifest | None
+    report: SaveReport | None
     error: DeltaError | None
 
     @property
@@ -145,11 +148,12 @@ def _read_item(folder: Folder, key: str) -> Item | None:
     """The item of a MANIFEST; None if it has vanished since it was found."""
     path = key.removesuffix(MANIFEST_NAME).rstrip("/")
     place = locate(folder.url + path)
-    manifest, error = None, None
+    manifest, report, error = None, None, None
     try:
         manifest = steps.read_manifest(Folder(place.item_url))
         if manifest is None:
             return None
+        report = SaveReport.from_document(manifest.report)
     except DeltaError as found:
         error = found
     if manifest is not None and manifest.self_contained:
@@ -162,6 +166,7 @@ def _read_item(folder: Folder, key: str) -> Item | None:
         step=inside or place.step_name,
         place=place,
         manifest=manifest,
+        report=report,
         error=error,
     )
 

@@ -260,7 +260,7 @@ class _Columns:
 
 
 def _check_list(index: int, refs: tuple[Ref, ...]) -> None:
-    if not 1 <= len(refs) <= MAX_CHAIN_LIMIT + 1:
+    if not 1 <= len(refs) <= MAX_CHAIN_LIMIT:
         raise CorruptionError(f"row {index} of a part lists {len(refs)} records")
     if not refs[0].form.is_full or any(ref.form.is_full for ref in refs[1:]):
         raise CorruptionError(

@@ -81,7 +81,8 @@ def plan(store: DeltaStore, *, break_pins: bool = False) -> PrunePlan:
     stale_pins = _stale(pins, break_pins)
     manifests, named = _mark(store)
     alive = {name: pin for name, pin in pins.items() if name not in stale_pins}
-    everything = store.packs.names()
+    # A killed save leaves unfinished packs too; those of a running one are pinned.
+    everything = sorted({*store.packs.names(), *store.packs.unfinished()})
     _refuse_foreign(store, everything)
     dead = [pack for pack in everything if not _is_live(pack, named, alive)]
     return PrunePlan(

@@ -4,7 +4,8 @@ import logging
 from typing import Any, Protocol
 
 from orbax_delta.errors import CorruptionError, FormatError, NotFoundError
-from orbax_delta.handler import DeltaRestore
+from orbax_delta.handler import DEFAULT_ITEM, DeltaRestore
+from orbax_delta.places import locate
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -43,6 +44,7 @@ def restore_latest_good(manager: _Manager, target: Any = None) -> tuple[int, Any
     damaged = []
     for step in steps:
         try:
+            _require_item(manager, step)
             return step, manager.restore(step, args=DeltaRestore(target))
         except (CorruptionError, FormatError, FileNotFoundError) as error:
             _logger.error(
@@ -55,3 +57,23 @@ def restore_latest_good(manager: _Manager, target: Any = None) -> tuple[int, Any
         f"none of the {len(steps)} steps of {manager.directory} restores:\n"
         + "\n".join(damaged)
     )
+
+
+def _require_item(manager: _Manager, step: int) -> None:
+    """Raise for a step whose item is gone, without asking the manager for it.
+
+    A manager whose first restore is of such a step takes itself for one of several
+    items from then on, and refuses every other step.
+
+    Raises:
+        NotFoundError: The step's folder is there, its item is not.
+    """
+    folders = [
+        folder
+        for folder in manager.directory.iterdir()
+        if folder.is_dir() and locate(str(folder / DEFAULT_ITEM)).step == step
+    ]
+    if folders and not any((folder / DEFAULT_ITEM).exists() for folder in folders):
+        raise NotFoundError(
+            f"{folders[0]} has no item {DEFAULT_ITEM!r}; its deletion was interrupted"
+        )

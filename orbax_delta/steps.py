@@ -150,7 +150,7 @@ def _read_rows(item: Folder, manifest: Manifest) -> list[Row]:
 
 def _check_cover(item: Folder, manifest: Manifest, rows: Sequence[Row]) -> None:
     """Every element of every leaf lies in a row; a leaf without rows is an error."""
-    covered: collections.Counter[int] = collections.Counter()
+    boxes: dict[int, list[chunks.Box]] = collections.defaultdict(list)
     for row in rows:
         leaf = manifest.leaves[row.leaf]
         inside = len(row.box) == len(leaf.shape) and all(
@@ -162,13 +162,14 @@ def _check_cover(item: Folder, manifest: Manifest, rows: Sequence[Row]) -> None:
                 f"{item.url}: a row places a chunk at {row.box} of leaf {leaf.name}, "
                 f"whose shape is {leaf.shape}"
             )
-        covered[row.leaf] += chunks.element_count(row.box)
+        boxes[row.leaf].append(row.box)
     for index, leaf in enumerate(manifest.leaves):
-        size = chunks.element_count(chunks.whole(leaf.shape)) if leaf.dtype else 0
-        if covered[index] != size:
+        whole = chunks.whole(leaf.shape)
+        if leaf.dtype and not chunks.tile(boxes[index], whole):
+            covered = sum(map(chunks.element_count, boxes[index]))
             raise CorruptionError(
-                f"{item.url}: the rows of leaf {leaf.name} cover {covered[index]} of "
-                f"{size} elements"
+                f"{item.url}: the rows of leaf {leaf.name} cover {covered} of "
+                f"{chunks.element_count(whole)} elements, or some of them twice"
             )
 
 
@@ -182,7 +183,10 @@ def save_report(directory: str | os.PathLike[str]) -> SaveReport:
         NotFoundError: There is no MANIFEST, or there are several.
     """
     folder = Folder(os.fspath(directory))
-    found = folder.find(MANIFEST_NAME, max_depth=1, skip=STORE_NAME)
+    try:
+        found = folder.find(MANIFEST_NAME, max_depth=1, skip=STORE_NAME)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{folder.url} is not there") from error
     if len(found) != 1:
         raise NotFoundError(
             f"{folder.url} holds {len(found)} MANIFESTs {found}; name the directory of "

@@ -28,6 +28,9 @@ _STORE_MAGIC = "orbax-delta-store"
 # One for all folders: they share connections, and what lies in memory.
 _CONTEXT = ts.Context()
 
+# What TensorStore appends to a file's name while it writes it.
+_UNFINISHED = ".__lock"
+
 # What TensorStore's status codes become in Python.
 _TENSORSTORE_ERRORS = (ValueError, OSError, IndexError, RuntimeError)
 
@@ -107,8 +110,28 @@ class Folder:
         with _translated(f"list {self.url}"):
             return sorted(key.decode() for key in self._kvstore.list().result())
 
+    def unfinished(self) -> list[str]:
+        """Keys of this folder whose write is under way or was killed, sorted.
+
+        On a local disk TensorStore writes beside the key, into a file that it neither
+        lists nor removes before the next write or deletion of that key.
+        """
+        if not _is_local(self.url):
+            return []
+        try:
+            found = os.listdir(self.url)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise errors.StorageError(f"could not list {self.url}: {error}") from error
+        return sorted(
+            name.removesuffix(_UNFINISHED)
+            for name in found
+            if name.endswith(_UNFINISHED)
+        )
+
     def delete(self, key: str) -> None:
-        """Remove a key; no error when there is none."""
+        """Remove a key, and what a killed write left of it; no error without one."""
         with _translated(f"delete {self.url}{key}"):
             self._kvstore.write(key, None).result()
 

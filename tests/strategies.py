@@ -21,12 +21,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import orbax_delta
 from orbax_delta import store as store_module
 from orbax_delta.manifests import MANIFEST_NAME, Manifest, parse_manifest
-from orbax_delta.steps import Step, open_step
 from orbax_delta.places import locate
+from orbax_delta.steps import Step, open_step
 
 STORE = "_delta_store"
 
-# Bits of one element where they do not fill its bytes; the rest of a byte means nothing.
+# Bits of one element where they do not fill its bytes; the rest means nothing.
 _SUB_BYTE_MASKS = {
     "int4": 0x0F,
     "uint4": 0x0F,

@@ -16,11 +16,12 @@ from etils import epath
 from strategies import STORE, packs_named, packs_on_disk, read_manifest, read_step
 
 import orbax_delta
-from orbax_delta import check, codecs, errors, reader, records
+from orbax_delta import check, codecs, errors, parts, reader, records
 from orbax_delta.check import Problem
 from orbax_delta.codecs import Form
 from orbax_delta.dtypes import Rule
 from orbax_delta.errors import CorruptionError, DeltaError, NotFoundError
+from orbax_delta.manifests import encode_manifest
 
 
 @pytest.fixture(scope="module")
@@ -486,3 +487,29 @@ def test_corrupted_content_behind_a_good_checksum(run):
     assert "its content has digest" in problem.what
     with pytest.raises(CorruptionError, match="leaf noise"):
         orbax_delta.DeltaCheckpointHandler().restore(epath.Path(run / "5/default"))
+
+
+def test_one_of_two_steps_expects_other_content(run):
+    """A list that is right for one step is still checked against what another says."""
+    step = read_step(run, 4)
+    manifest = step.manifest
+    (wrong,) = (r for r in step.rows if manifest.leaves[r.leaf].name == "name")
+    assert wrong.refs in {row.refs for row in read_step(run, 3).rows}
+    rows = [
+        dataclasses.replace(row, digest=bytes(16)) if row is wrong else row
+        for row in step.rows
+    ]
+    data = parts.encode_part(bytes.fromhex(manifest.attempt), rows, manifest.packs)
+    (part,) = manifest.parts
+    part = dataclasses.replace(
+        part, length=len(data), digest=records.digest(data).hex()
+    )
+    (run / "4/default" / part.name).write_bytes(data)
+    (run / "4/default/MANIFEST").write_bytes(
+        encode_manifest(dataclasses.replace(manifest, parts=[part]))
+    )
+    report = check.verify(str(run))
+    (problem,) = report.problems
+    assert (problem.leaf, problem.steps) == ("name", ("4",))
+    assert f"expected {'0' * 32}" in problem.what
+    assert report.whole_steps == ["2", "3", "5"]

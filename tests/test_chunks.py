@@ -174,6 +174,28 @@ def test_a_mesh_of_any_size_keeps_the_boxes_that_fit_its_shards(parts):
     assert np.array_equal(_count_cover(shape, coarse), np.ones(shape, int))
 
 
+@hypothesis.given(_boxes(), st.integers(1, 20))
+def test_what_a_cut_makes_tiles_its_box(box, max_elements):
+    """Pieces in any order; none missing, doubled or replaced by one of its size."""
+    pieces = list(chunks.cut(box, max_elements))
+    assert chunks.tile(reversed(pieces), box)
+    for index, piece in enumerate(pieces):
+        others = pieces[:index] + pieces[index + 1 :]
+        assert not chunks.tile(others, box)
+        assert not chunks.tile([*pieces, piece], box)
+        assert not any(chunks.tile([*others, other], box) for other in others)
+
+
+@hypothesis.given(st.data())
+def test_boxes_tile_exactly_when_each_element_is_held_once(data):
+    """Any few boxes of a small leaf, counted element by element."""
+    shape = data.draw(st.lists(st.integers(1, 3), max_size=2).map(tuple))
+    boxes = data.draw(st.lists(_boxes(shape, empty=False), max_size=4))
+    boxes = [box for box in boxes if chunks.element_count(box)]
+    once = bool((_count_cover(shape, boxes) == 1).all())
+    assert chunks.tile(boxes, chunks.whole(shape)) == once
+
+
 def test_slices_pick_a_box_out_of_the_array_of_another():
     """Bounds are global, indices local to the array of the shard."""
     shard = ((2, 6), (10, 14))

@@ -268,7 +268,7 @@ def test_interrupted_deletion(root):
     (root / "1" / "default" / "MANIFEST").unlink()
     with open_run(root) as run:
         run.save(3, state(3))
-        with pytest.raises(orbax_delta.NotFoundError, match="step 1, .*no MANIFEST"):
+        with pytest.raises(orbax_delta.NotFoundError, match=r"step 1, .*no MANIFEST"):
             run.restore(1)
         run.manager.delete(1)
     assert_intact(root, {0, 2, 3})

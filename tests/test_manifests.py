@@ -10,14 +10,17 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from orbax_delta import manifests, records
+from orbax_delta import manifests, records, save
 from orbax_delta.errors import (
     CorruptionError,
     DeltaError,
     FormatError,
+    InvalidInputError,
     UnsupportedVersionError,
 )
 from orbax_delta.manifests import LeafEntry, Manifest, PartEntry
+from orbax_delta.options import DeltaOptions
+from orbax_delta.places import locate
 
 ATTEMPT = "000102030405060708090a0b0c0d0e0f"
 PACK = "00000000000000000000000000000000-p0-0"
@@ -75,7 +78,11 @@ MANIFEST = Manifest(
 """A step of a learning rate (0.1) and a matrix, in one part and one pack."""
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner),
     max_leaves=6,
 )
@@ -427,3 +434,28 @@ def test_leaves_share_their_shardings():
     data = manifests.encode_manifest(dataclasses.replace(MANIFEST, leaves=leaves))
     assert len(re.findall(b'"named"', data)) == 1
     assert _parse(data).leaves == leaves
+
+
+def _prepared(custom_metadata):
+    place = locate("/run/7.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp")
+    request = save.prepare(
+        {"a": 1}, place, DeltaOptions(), custom_metadata=custom_metadata
+    )
+    return request.custom_metadata
+
+
+def test_custom_metadata_are_those_of_the_call():
+    """What the caller changes after `save` does not reach the MANIFEST."""
+    given = {"losses": [0.5], "name": "run"}
+    taken = _prepared(given)
+    given["losses"].append(0.25)
+    assert taken == {"losses": [0.5], "name": "run"}
+
+
+@pytest.mark.parametrize(
+    "given", [{"a": {1, 2}}, {"a": float("nan")}, {1: 0, "b": 0}, {"a": object()}]
+)
+def test_custom_metadata_that_no_manifest_can_hold_are_refused_at_once(given):
+    """In the call, not in the background; keys that cannot be sorted, too."""
+    with pytest.raises(InvalidInputError, match="custom_metadata is not JSON"):
+        _prepared(given)

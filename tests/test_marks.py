@@ -131,7 +131,7 @@ def test_this_process_is_alive_and_others_are_known_by_number_and_start():
 
 def test_the_store_file_is_these_bytes():
     """Literal JSON of STORE.json, and its identity read back."""
-    assert store._store_document("ab" * 16) == GOLDEN_STORE
+    assert store.store_document("ab" * 16) == GOLDEN_STORE
     assert store._parse_store(GOLDEN_STORE, "root/") == "ab" * 16
 
 

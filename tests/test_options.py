@@ -5,8 +5,11 @@ import os
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+import orbax_delta
 from orbax_delta.errors import InvalidInputError
 from orbax_delta.options import DeltaOptions
 
@@ -92,3 +95,16 @@ def test_threads_follow_the_machine_up_to_sixteen(monkeypatch):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
         assert DeltaOptions().worker_count == expected
     assert DeltaOptions(threads=40).worker_count == 40
+
+
+def test_a_chunk_that_is_only_renewed_has_not_changed(root):
+    """With `refresh_every=1` all is written anew, and the report says what changed."""
+    registry = orbax_delta.handler_registry(refresh_every=1)
+    state = {"w": np.arange(5000, dtype=np.float32)}
+    with ocp.CheckpointManager(root, handler_registry=registry) as manager:
+        for step in range(2):
+            manager.save(step, args=ocp.args.StandardSave(state))
+            manager.wait_until_finished()
+    report = orbax_delta.save_report(root / "1")
+    assert report.chunks_by_form == {"planes": 1}
+    assert (report.elements_changed, report.blocks_changed) == (0, 0)

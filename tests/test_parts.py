@@ -18,7 +18,7 @@ from orbax_delta.errors import (
     FormatError,
     UnsupportedVersionError,
 )
-from orbax_delta.manifests import PartEntry
+from orbax_delta.manifests import LeafEntry, Manifest, PartEntry
 from orbax_delta.options import MAX_CHAIN_LIMIT
 from orbax_delta.parts import Ref, Row
 
@@ -166,12 +166,11 @@ def test_any_rows_come_back(rows):
 def test_a_list_may_be_as_long_as_the_limit():
     """The longest list that options allow is written and read; one more is not."""
     delta = Ref(form=Form.SPARSE, pack=PACKS[1], offset=100, length=75)
-    full = _CHAIN[0]
-    for deltas in (MAX_CHAIN_LIMIT - 1, MAX_CHAIN_LIMIT):
-        row = dataclasses.replace(ROWS[0], refs=(full, *[delta] * deltas))
-        assert _parse(parts.encode_part(ATTEMPT, [row], PACKS)) == [row]
-    row = dataclasses.replace(ROWS[0], refs=(full, *[delta] * (MAX_CHAIN_LIMIT + 1)))
-    with pytest.raises(CorruptionError, match=f"lists {MAX_CHAIN_LIMIT + 2} records"):
+    longest = (_CHAIN[0], *[delta] * (MAX_CHAIN_LIMIT - 1))
+    row = dataclasses.replace(ROWS[0], refs=longest)
+    assert _parse(parts.encode_part(ATTEMPT, [row], PACKS)) == [row]
+    row = dataclasses.replace(ROWS[0], refs=(*longest, delta))
+    with pytest.raises(CorruptionError, match=f"lists {MAX_CHAIN_LIMIT + 1} records"):
         _parse(parts.encode_part(ATTEMPT, [row], PACKS))
 
 
@@ -340,3 +339,68 @@ def test_counts_out_of_range_are_refused_before_memory_is_taken(counts):
     finally:
         tracemalloc.stop()
     assert peak < 100_000
+
+
+_LEAVES = (
+    LeafEntry(path=("master",), kind="jax", dtype="float32", shape=(2, 3)),
+    LeafEntry(path=("scale",), kind="numpy_scalar", dtype="float64"),
+    LeafEntry(path=("compute",), kind="jax", dtype="bfloat16", shape=(2, 3)),
+)
+
+
+def _step(data, *, rows=3, shape=(2, 3)):
+    """The rows of a step of one part, as opening the step reads and checks them."""
+    name = f"part-{ATTEMPT.hex()}-p0"
+    entry = PartEntry(
+        name=name, length=len(data), digest=records.digest(data).hex(), rows=rows
+    )
+    first, *others = _LEAVES
+    manifest = Manifest(
+        attempt=ATTEMPT.hex(),
+        step=0,
+        item="default",
+        wall_time=0.0,
+        save_index=0,
+        predecessor=None,
+        store_uuid="",
+        store_url="",
+        options={},
+        versions={},
+        tree={},
+        leaves=(dataclasses.replace(first, shape=shape), *others),
+        packs=PACKS,
+        parts=(entry,),
+        report={},
+    )
+    return steps._read_rows(_OneFile(data), manifest)
+
+
+def test_a_step_reads_the_rows_of_its_parts():
+    """The literal part, under a MANIFEST that names it."""
+    assert _step(GOLDEN_PART) == list(ROWS)
+
+
+def test_a_part_with_other_rows_than_its_manifest_says_is_refused():
+    """The number of rows stands in both."""
+    with pytest.raises(CorruptionError, match="it holds 3 rows, not 4"):
+        _step(GOLDEN_PART, rows=4)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ([((0, 1), (0, 3))], "cover 3 of 6 elements"),
+        ([((0, 2), (0, 3)), ((0, 1), (0, 3))], "cover 9 of 6 elements"),
+        ([((0, 1), (0, 3))] * 2, "cover 6 of 6 elements, or some of them twice"),
+        ([((0, 1), (0, 3)), ((0, 2), (0, 1)), ((1, 2), (2, 3))], "some of them twice"),
+        ([((0, 2), (0, 4))], "places a chunk at"),
+        ([((1, 1), (0, 3)), ((0, 2), (0, 3))], "places a chunk at"),
+        ([((0, 6),)], "places a chunk at"),
+    ],
+)
+def test_rows_that_do_not_cover_their_leaf_once_are_refused(boxes, message):
+    """Also where holes and overlaps add up to the right number of elements."""
+    rows = [dataclasses.replace(ROWS[0], box=box) for box in boxes]
+    data = parts.encode_part(ATTEMPT, [*rows, *ROWS[1:]], PACKS)
+    with pytest.raises(CorruptionError, match=message):
+        _step(data, rows=len(rows) + 2)

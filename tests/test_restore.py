@@ -85,7 +85,7 @@ def test_values_of_a_concrete_target_are_ignored(run):
 
 
 def test_kind_of_the_target_decides(root):
-    """numpy for jax, jax for numpy, Python for arrays, arrays for Python."""
+    """A numpy array for jax, jax for numpy, Python for arrays, arrays for Python."""
     tree = {
         "jax": jnp.arange(4.0),
         "numpy": np.arange(4, dtype=np.int16),
@@ -99,7 +99,7 @@ def test_kind_of_the_target_decides(root):
     target = {
         "jax": np.zeros(4, np.float32),
         "numpy": jnp.zeros(4, jnp.int16),
-        # Without a sharding it is the kind that was saved, as Orbax has it.
+        # Without a sharding what was on the host stays there, as Orbax has it.
         "struct": jax.ShapeDtypeStruct((4,), np.int64),
         "zero": 0.0,
         "one": 0,
@@ -115,7 +115,7 @@ def test_kind_of_the_target_decides(root):
         "one": 3,
         "scalar": jnp.asarray(1.5, jnp.float32),
         "int": np.asarray(7, np.int64),
-        "float": jnp.asarray(0.5, jnp.float32),
+        "float": np.asarray(0.5, np.float32),
     }
     with open_run(root) as run:
         run.save(0, tree)

@@ -68,6 +68,29 @@ def test_delete(folder):
     assert folder.names() == ["ab"]
 
 
+def test_unfinished_writes(tmp_path):
+    """What a killed write leaves on a local disk is found, and goes with its key."""
+    folder = Folder(str(tmp_path))
+    folder.write("whole", b"1")
+    with pytest.raises(StorageError, match="Invalid key"):
+        folder.write("a.__lock", b"")  # no key: so TensorStore calls it while it writes
+    (tmp_path / "a.__lock").write_bytes(b"half")
+    (tmp_path / "whole.__lock").write_bytes(b"half")
+    assert folder.names() == ["whole"]
+    assert folder.unfinished() == ["a", "whole"]
+    folder.delete("a")
+    assert folder.unfinished() == ["whole"]
+    assert folder.read("whole") == b"1"
+    folder.delete("whole")
+    assert list(tmp_path.iterdir()) == []
+    assert folder.child("none").unfinished() == []
+
+
+def test_unfinished_writes_elsewhere():
+    """Other storage has no such files."""
+    assert Folder(f"memory://{secrets.token_hex(8)}").unfinished() == []
+
+
 def test_create_only(folder):
     """The first to create a key wins; the loser changes nothing."""
     assert folder.create("a", b"first")
@@ -188,6 +211,8 @@ def test_failures_name_operation_and_file(tmp_path):
         folder.names()
     with pytest.raises(StorageError, match=r"could not list .*file/: .*irectory"):
         folder.find("k", max_depth=1, skip="")
+    with pytest.raises(StorageError, match=r"could not list .*file/: .*irectory"):
+        folder.unfinished()
     with pytest.raises(StorageError, match=r"could not read .*: "):
         Folder(str(tmp_path)).start_read("../up", 0, 1).result()
 
