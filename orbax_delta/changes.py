@@ -62,6 +62,11 @@ class Chunk:
         return chunks.element_count(self.box)
 
     @property
+    def word_count(self) -> int:
+        """Words of the content, the units that are compared."""
+        return self.content_bytes // self.leaf.element.word_bytes
+
+    @property
     def spread(self) -> int:
         """A number fixed by leaf and box, to stagger periodic work."""
         name = f"{self.leaf.name} {self.box}".encode("utf-8", "surrogatepass")

@@ -169,7 +169,7 @@ def _open_store(url: str) -> DeltaStore:
 @commands.command()
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep everything here.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write the plot here.")
-@click.option("--steps", default=120, show_default=True, help="Training steps.")
+@click.option("--steps", default=60, show_default=True, help="Training steps.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the training.")
 @_json
 def demo(

@@ -218,7 +218,7 @@ def _keep(finding: Finding, content: Bytes) -> Bytes:
 def _changed(finding: Finding, compared: int | None) -> int:
     if finding.status is Status.REFRESH:
         return 0
-    return finding.chunk.element_count if compared is None else compared
+    return finding.chunk.word_count if compared is None else compared
 
 
 def _self_check(

@@ -1,8 +1,8 @@
 """MANIFEST: the small file that makes a step (FORMAT.md section 8).
 
-One header line with magic, version, digest and length, then JSON: the tree, what each
-leaf is, which packs the step needs and which parts hold its rows. Reading checks the
-version before anything else, then digest, then each field. Pure bytes: no I/O.
+One header line with magic, version, digest and length, then JSON under zstd: the tree,
+what each leaf is, which packs the step needs and which parts hold its rows. Reading
+checks the version before anything else, then digest, then each field. Pure bytes.
 """
 
 import dataclasses
@@ -11,7 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import zstandard
+
 from orbax_delta import dtypes
+from orbax_delta.codecs import decompress
 from orbax_delta.errors import (
     CorruptionError,
     FormatError,
@@ -24,6 +27,7 @@ MANIFEST_NAME = "MANIFEST"
 _MAGIC = "ORBAX-DELTA-MANIFEST"
 _HEADER = re.compile(rb"ORBAX-DELTA-MANIFEST (\d{1,9}) ([0-9a-f]{32}) (\d{1,12})\n")
 _MAX_HEADER_BYTES = 80
+_ZSTD_LEVEL = 9
 
 KNOWN_FEATURES: frozenset[str] = frozenset()
 
@@ -198,7 +202,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Header line and JSON; equal manifests give equal bytes."""
+    """Header line and compressed JSON; equal manifests give equal bytes."""
     document = dataclasses.asdict(manifest)
     # Most leaves share one of a few shardings: a table keeps the file small.
     table: list[Json] = [None]
@@ -207,10 +211,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
             table.append(leaf["sharding"])
         leaf["sharding"] = table.index(leaf["sharding"])
     document["shardings"] = table
-    body = json.dumps(
+    text = json.dumps(
         document, sort_keys=True, separators=(",", ":"), allow_nan=False
     ).encode()
-    header = f"{_MAGIC} {FORMAT_VERSION} {digest(body).hex()} {len(body)}\n"
+    body = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(text)
+    header = f"{_MAGIC} {FORMAT_VERSION} {digest(body).hex()} {len(text)}\n"
     return header.encode() + body
 
 
@@ -239,14 +244,14 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
             f"{FORMAT_VERSION}. Upgrade orbax_delta"
         )
     body = data[match.end() :]
-    if len(body) != int(match[3]):
-        raise CorruptionError(
-            f"{where} holds {len(body)} bytes of JSON; its header says {int(match[3])}"
-        )
     if digest(body).hex() != match[2].decode():
         raise CorruptionError(f"the digest of {where} does not match its header")
     try:
-        document = json.loads(body)
+        text = decompress(body, int(match[3]))
+    except CorruptionError as error:
+        raise CorruptionError(f"{where} does not unpack: {error}") from error
+    try:
+        document = json.loads(text)
         unknown = set(map(str, document["required_features"])) - KNOWN_FEATURES
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise FormatError(f"{where} is not the document of a step: {error}") from error

@@ -178,7 +178,9 @@ class _Batch:
         content: Bytes | None = None
         for number, ref in enumerate(row.refs):
             if ref.form is Form.CONSTANT:
-                content = codecs.fill(ref.word[:word_bytes], content_bytes)
+                content = codecs.decode(
+                    ref.form, ref.word, None, content_bytes, word_bytes
+                )
                 continue
             try:
                 content = self._apply(ref, content, content_bytes, word_bytes)

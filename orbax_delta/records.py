@@ -29,7 +29,6 @@ _PACK_TAIL = struct.Struct("<II16s8s")
 
 RECORD_OVERHEAD_BYTES = _RECORD_HEAD.size + _CHECKSUM.size
 PACK_HEAD_BYTES = _PACK_HEAD.size
-MAX_CONTENT_BYTES = 1 << 32
 
 DIGEST_BYTES = 16
 
@@ -101,7 +100,9 @@ def parse_record(data: memoryview) -> Record:
         )
     if checksum(body) != _CHECKSUM.unpack(stored)[0]:
         raise CorruptionError("the checksum of a record's stored bytes does not match")
-    if form not in FORM_NUMBERS or word_bytes not in (1, 2, 4, 8) or flags:
+    # A constant stands in its row; a record of it is never written.
+    known = form in FORM_NUMBERS and form != Form.CONSTANT
+    if not known or word_bytes not in (1, 2, 4, 8) or flags:
         raise CorruptionError(
             f"a record has form {form}, word size {word_bytes}, flags {flags}; "
             "no such record in this format version"

@@ -22,7 +22,8 @@ class SaveReport:
         chunks_by_form: Chunks by how this save stored them: `reference`, `constant`,
             `derived`, `planes`, `difference`, `blocks`, `sparse`.
         bytes_by_form: Bytes of new records by form.
-        elements: Elements of the state's arrays.
+        elements: Elements of the state's arrays; a complex one counts as its two
+            parts, those of packed types by the byte.
         elements_changed: Of these, how many differ from the previous save; a chunk
             without a comparable predecessor counts whole.
         blocks: 4 KiB blocks of the state.

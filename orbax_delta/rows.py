@@ -96,7 +96,7 @@ class SaveRows:
         return Entry(row=_row(finding, rule, source.row.refs, since, age), content=None)
 
     def _count_whole(self, finding: Finding) -> None:
-        self.elements_changed += finding.chunk.element_count
+        self.elements_changed += finding.chunk.word_count
         self.blocks_changed += -(-finding.chunk.content_bytes // codecs.BLOCK_BYTES)
 
 

@@ -361,7 +361,7 @@ class _Attempt:
             chunks=len(cut),
             chunks_by_form=dict(sorted(stored.chunks_by_form.items())),
             bytes_by_form=dict(sorted(stored.bytes_by_form.items())),
-            elements=sum(chunk.element_count for chunk in cut),
+            elements=sum(chunk.word_count for chunk in cut),
             elements_changed=stored.elements_changed,
             blocks=sum(-(-chunk.content_bytes // _BLOCK_BYTES) for chunk in cut),
             blocks_changed=stored.blocks_changed,

@@ -292,7 +292,8 @@ def lose_the_manifest(root):
 def garble_the_manifest(root):
     """A MANIFEST with another byte."""
     path = root / "2" / "default" / "MANIFEST"
-    path.write_bytes(path.read_bytes().replace(b'"leaves"', b'"leavez"'))
+    data = path.read_bytes()
+    path.write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
 
 
 def lose_the_part(root):

@@ -4,6 +4,8 @@ import builtins
 import io
 import logging
 import os
+import subprocess
+import sys
 import threading
 
 import jax
@@ -15,6 +17,7 @@ import strategies
 from strategies import assert_same_tree, open_run
 
 import orbax_delta
+from orbax_delta import prune
 from orbax_delta import save as save_module
 from orbax_delta.store import Folder
 
@@ -156,13 +159,15 @@ def test_each_save_waits_for_the_one_before(root):
 
 
 def test_restore_while_a_save_is_under_way(root, held):
-    """A restore in the meantime gets what was asked; both are right."""
+    """Another reader of the root gets what was asked meanwhile; all steps are right."""
     with open_run(root) as run:
         held.set()
         run.save(0, state(0))
         held.clear()
         run.manager.save(1, args=ocp.args.StandardSave(state(1)))
-        assert_same_tree(run.restore(0), state(0))
+        with open_run(root) as reader:  # Orbax's own restore waits for the save
+            assert_same_tree(reader.restore(0), state(0))
+            assert reader.manager.all_steps() == [0]
         held.set()
         run.manager.wait_until_finished()
         run.save(2, state(2))
@@ -173,7 +178,7 @@ def test_restore_while_a_save_is_under_way(root, held):
 def test_without_async_checkpointing(root):
     """`enable_async_checkpointing=False` saves in the calling thread."""
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    with open_run(root, manager_options=options) as run:
+    with open_run(root, manager_options=options, full_every=100) as run:
         for step in range(3):
             assert run.manager.save(step, args=ocp.args.StandardSave(state(step)))
             assert_same_tree(run.restore(step), state(step))
@@ -218,11 +223,14 @@ def test_storage_error_surfaces_and_the_next_save_works(
         run.save(0, state(0))
         fails.armed = True
         assert run.manager.save(1, args=ocp.args.StandardSave(state(1)))
+        surfacing = {
+            "wait": run.manager.wait_until_finished,
+            "next save": lambda: run.manager.save(
+                2, args=ocp.args.StandardSave(state(2))
+            ),
+        }
         with pytest.raises(orbax_delta.StorageError, match=r"could not .*: no space"):
-            if surfaces == "wait":
-                run.manager.wait_until_finished()
-            else:
-                run.manager.save(2, args=ocp.args.StandardSave(state(2)))
+            surfacing[surfaces]()
         run.manager.reload()
         assert run.manager.all_steps() == [0]
         run.save(3, state(3))
@@ -266,24 +274,22 @@ def test_same_step_again_after_a_failure(root, monkeypatch):
         assert_same_tree(run.restore(1), state(1))
 
 
-@pytest.mark.parametrize("operation", ["names", "delete"])
-def test_trouble_while_tidying_up_is_a_warning(root, monkeypatch, caplog, operation):
+def test_trouble_while_tidying_up_is_a_warning(root, monkeypatch, caplog):
     """A committed step is not taken back because garbage could not be removed."""
+
+    def refusing(*_, **__):
+        raise orbax_delta.StorageError("could not list the store: no answer")
+
     with open_run(root) as run:
         for step in range(2):
             run.save(step, state(step))
         run.manager.delete(0)
-
-        def refusing(folder, *_):
-            raise orbax_delta.StorageError(f"{operation} of {folder.url}: no answer")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                save_module.prune, "plan", lambda *_, **__: refusing(run_folder)
-            )
-            run_folder = Folder(str(root))
-            with caplog.at_level(logging.WARNING, "orbax_delta"):
-                run.save(2, state(2))
+        with (
+            monkeypatch.context() as patch,
+            caplog.at_level(logging.WARNING, "orbax_delta"),
+        ):
+            patch.setattr(prune, "plan", refusing)
+            run.save(2, state(2))
         assert any("no answer" in r.getMessage() for r in caplog.records)
         run.save(3, state(3))
         for step in (1, 2, 3):
@@ -333,3 +339,33 @@ def test_pin_swept_away_during_a_save(root, monkeypatch):
         assert run.manager.all_steps() == [0, 2]
         for step in (0, 2):
             assert_same_tree(run.restore(step), state(step))
+
+
+def test_orbax_waits_after_a_refused_save(root):
+    """orbax-checkpoint 0.12.8 leaves threads waiting when a handler raises at once.
+
+    Not ours to mend. When this fails, the fault is gone: then the README's remark and
+    `strategies.refusing_options` can go too.
+    """
+    script = f"""
+import os, sys, threading
+import orbax.checkpoint as ocp
+import orbax_delta
+manager = ocp.CheckpointManager(
+    {str(root)!r}, handler_registry=orbax_delta.handler_registry()
+)
+try:
+    manager.save(0, args=ocp.args.StandardSave({{"a": object()}}))
+except orbax_delta.InvalidInputError:
+    print(sum("_target_setting_result" in t.name for t in threading.enumerate()))
+sys.stdout.flush()
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert int(done.stdout) > 0

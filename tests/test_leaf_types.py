@@ -174,6 +174,31 @@ def test_typed_keys(root, impl):
             assert jax.random.bits(restored["one"]) == jax.random.bits(tree["one"])
 
 
+def test_no_keys(root):
+    """A key array of size zero keeps its implementation."""
+    tree = {"keys": jax.random.split(jax.random.key(1, impl="rbg"), 3)[:0]}
+    with open_run(root) as run:
+        run.save(0, tree)
+        for restored in (run.restore(0), run.restore(0, tree)):
+            assert_same_tree(restored, tree)
+
+
+def test_64_bit_device_arrays(root):
+    """With 64-bit mode they come back to the device; without it as numpy, unharmed."""
+    with jax.enable_x64(True):
+        tree = {
+            "f": jnp.arange(3.0) / 7,
+            "i": jnp.asarray([2**40]),
+            "c": jnp.ones(1) * 1j,
+        }
+        with open_run(root) as run:
+            run.save(0, tree)
+            assert_same_tree(run.restore(0), tree)
+            assert_same_tree(run.restore(0, tree), tree)
+    with open_run(root) as run:
+        assert_same_tree(run.restore(0), jax.tree.map(np.asarray, tree))
+
+
 def test_sharded_key_array(root):
     """A key array over eight devices comes back over eight devices."""
     sharding = strategies.sharding_of((8,), "x", "x")
@@ -383,7 +408,7 @@ class Colour(enum.IntEnum):
 )
 def test_unsupported_leaves_name_their_path(root, leaf, message):
     """What cannot be kept bit for bit is refused before anything is written."""
-    with open_run(root) as run:
+    with open_run(root, manager_options=strategies.refusing_options()) as run:
         run.save(0, {"a": [1]})
         before = strategies.listing(root / "0")
         with pytest.raises(orbax_delta.InvalidInputError, match=message):

@@ -242,7 +242,7 @@ def newer_mark(data):
             "1/default/MANIFEST",
             lambda data: data[:-1],
             CorruptionError,
-            "bytes of JSON",
+            "digest of",
         ),
         ("1/default/MANIFEST", newer_manifest, UnsupportedVersionError, "version 8"),
         (f"{STORE}/pins/live", damaged, FormatError, "is damaged"),
