@@ -150,7 +150,7 @@ def open_run(
 def refusing_options() -> ocp.CheckpointManagerOptions:
     """For tests in which `save()` itself raises.
 
-    orbax-checkpoint 0.12.8 leaves a thread behind then, which waits 300 s for the step's
+    orbax-checkpoint 0.12.8 then leaves a thread that waits 300 s for the step's
     folder and keeps the process from ending; not if folders are made at once.
     `test_async.py` notices when that is mended.
     """

@@ -331,3 +331,59 @@ def test_saves_beside_a_renamer_and_a_pruner(seed, changes, options):
             assert path.exists() != other.exists()
             path = path if path.exists() else other
             assert_same_tree(restore_alone(path / "default"), tree)
+
+
+# --- two writers --------------------------------------------------------------------
+
+
+def _write_and_delete(root, number, seed):
+    """One of two writers: every other step, a few of them kept, some restored."""
+    chance = random.Random(seed)
+    options = orbax_delta.DeltaOptions(
+        chunk_bytes=256,
+        pack_bytes=4096,
+        full_every=chance.choice([0, 1, 3, 10]),
+        refresh_every=chance.choice([1, 3, 30]),
+    )
+    handler, model = orbax_delta.DeltaCheckpointHandler(options), {}
+    tree = first_state(seed)
+    for step in range(number, 40, 2):
+        tree = strategies.edited(tree, [("few", step), ("block", step + 1)])
+        directory = epath.Path(root / str(step) / "default")
+        handler.save(directory, orbax_delta.DeltaSave(tree))
+        model[step] = tree
+        if len(model) > 3:
+            doomed = chance.choice(sorted(model))
+            del model[doomed]
+            shutil.rmtree(root / str(doomed))
+        if chance.random() < 0.2:
+            step = chance.choice(sorted(model))
+            restored = handler.restore(epath.Path(root / str(step) / "default"))
+            assert_same_tree(restored, model[step])
+        if chance.random() < 0.1:
+            handler.close()
+            handler = orbax_delta.DeltaCheckpointHandler(options)
+    handler.close()
+    return model
+
+
+@given(seed=strategies.SEEDS)
+@settings(max_examples=max(2, settings().max_examples // 10))
+def test_two_writers_of_one_root(seed):
+    """Two handlers save, prune and delete side by side; both keep what they kept."""
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        tempfile.TemporaryDirectory(prefix="orbax-delta-two-") as name,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        strategies.skip_disk_sync(monkeypatch)
+        root = pathlib.Path(name)
+        writers = [
+            threads.submit(_write_and_delete, root, number, seed + number)
+            for number in range(2)
+        ]
+        for writer in writers:
+            for step, tree in writer.result().items():
+                path = root / str(step) / "default"
+                assert_same_tree(restore_alone(path), tree)
+        assert strategies.packs_on_disk(root) == strategies.packs_named(root)
