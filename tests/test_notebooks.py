@@ -1,0 +1,24 @@
+"""The notebooks' code runs from top to bottom."""
+
+import json
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, capsys):
+    """Cells in order in one namespace; no plot window, and outputs are not kept."""
+    mpl.use("Agg")
+    cells = json.loads(path.read_text())["cells"]
+    namespace = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "clear the outputs before committing"
+            exec(compile("".join(cell["source"]), str(path), "exec"), namespace)
+    assert "resumes exactly" in capsys.readouterr().out
+    assert namespace["figure"].axes
+    namespace["plt"].close("all")
