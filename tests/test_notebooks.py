@@ -1,6 +1,7 @@
 """The notebooks' code runs from top to bottom."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import matplotlib as mpl
@@ -10,9 +11,10 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path, capsys):
+def test_notebook_runs(path, capsys, tmp_path, monkeypatch):
     """Cells in order in one namespace; no plot window, and outputs are not kept."""
     mpl.use("Agg")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cells = json.loads(path.read_text())["cells"]
     namespace = {}
     for cell in cells:
