@@ -45,6 +45,15 @@ class Place:
         return f"step {self.step_name}, item {self.item!r} ({self.item_url})"
 
 
+def without_suffix(path: str) -> str:
+    """`path` as it reads once the save is done.
+
+    >>> without_suffix("7.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp/MANIFEST")
+    '7/default/MANIFEST'
+    """
+    return "/".join(part.removesuffix(TEMPORARY_SUFFIX) for part in path.split("/"))
+
+
 def locate(directory: str) -> Place:
     """The place that `directory` stands for.
 

@@ -235,22 +235,25 @@ def _checked(request: Request, source: Callable[[Request], Bytes]) -> Fetched:
 def _joined(refs: Iterable[Ref]) -> Iterator[tuple[_Range, list[Ref]]]:
     """Ranges to read, each with the records inside it."""
     members: list[Ref] = []
-    start = stop = 0
+    start = stop = spare = 0
     for ref in sorted(refs, key=lambda ref: (ref.pack, ref.offset, ref.length)):
         end = ref.offset + ref.length
+        gap = ref.offset - stop
+        # What is read between records stays below a quarter of what is wanted.
         fits = (
             members
             and ref.pack == members[0].pack
-            and ref.offset <= stop + _JOIN_GAP_BYTES
+            and gap <= min(_JOIN_GAP_BYTES, spare + ref.length // 4)
             and max(stop, end) - start <= _JOIN_MAX_BYTES
         )
         if members and not fits:
             yield _Range(members[0].pack, start, stop), members
             members = []
         if not members:
-            start, stop = ref.offset, end
+            start, stop, spare, gap = ref.offset, end, 0, 0
         members.append(ref)
         stop = max(stop, end)
+        spare += ref.length // 4 - max(gap, 0)
     if members:
         yield _Range(members[0].pack, start, stop), members
 

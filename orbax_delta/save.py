@@ -39,7 +39,7 @@ from orbax_delta.marks import Mark, read_marks
 from orbax_delta.options import DeltaOptions
 from orbax_delta.packs import PackWriter
 from orbax_delta.parts import Row
-from orbax_delta.places import SELF_CONTAINED_PACKS, Place
+from orbax_delta.places import SELF_CONTAINED_PACKS, Place, without_suffix
 from orbax_delta.reports import SaveReport, chain_lengths
 from orbax_delta.rows import SaveRows
 from orbax_delta.store import DeltaStore, Folder
@@ -60,7 +60,8 @@ class ItemState:
         store: The store of the last save; None before the first.
         pin: Pin of the last save; kept until the next one, because the step's folder
             is still renamed after the save is done.
-        seen: MANIFESTs found after the last save; None before the first.
+        seen: MANIFESTs found after the last save, by their names once Orbax has renamed
+            their folders; None before the first save and after one that failed.
         lock: One save at a time, whatever calls.
     """
 
@@ -126,8 +127,10 @@ def run(request: SaveRequest, state: ItemState) -> SaveReport:
         if state.base.store_uuid != store.uuid:
             state.base = Base(store_uuid=store.uuid)
         state.store = store
+        seen, state.seen = state.seen, None  # a failed save leaves packs to prune
         report = _Attempt(request, state, store, store.packs).run()
-        _tidy(store, state, request.options)
+        state.seen = seen
+        _tidy(store, state, request.options, saved=request.place)
     return report
 
 
@@ -139,17 +142,22 @@ def close(state: ItemState, options: DeltaOptions) -> None:
         if state.pin is not None:
             state.store.pins.delete(state.pin)
             state.pin = None
-        _tidy(state.store, state, options)
+        _tidy(state.store, state, options, saved=None)
         state.store = None
 
 
-def _tidy(store: DeltaStore, state: ItemState, options: DeltaOptions) -> None:
-    """Refresh the markers and prune when steps have gone."""
+def _tidy(
+    store: DeltaStore, state: ItemState, options: DeltaOptions, *, saved: Place | None
+) -> None:
+    """Refresh the markers; prune when steps have gone or one was saved again."""
     try:
         store.refresh_markers()
         if options.auto_prune:
-            found = prune.manifest_keys(store)
-            if state.seen is None or not state.seen <= found:
+            found = frozenset(map(without_suffix, prune.manifest_keys(store)))
+            again = saved is not None and f"{saved.step_name}/{saved.item}" in {
+                key.rpartition("/")[0] for key in state.seen or ()
+            }
+            if state.seen is None or again or not state.seen <= found:
                 prune.execute(store, prune.plan(store))
             state.seen = found
     except DeltaError as error:

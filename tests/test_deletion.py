@@ -198,11 +198,12 @@ def test_every_step_gone(root):
     assert_intact(root, {5})
 
 
-def test_base_deleted_and_swept_between_restore_and_save(root):
+def test_base_deleted_and_swept_between_restore_and_save(root, caplog):
     """A restored step whose packs are swept before the next save: written in full."""
+    frozen = weights(40)
     with open_run(root) as first:
         first.save(0, state(0))
-        first.save(1, state(1))
+        first.save(1, {**state(1), "frozen": frozen})
     with open_run(root) as run:
         run.restore(1)
         shutil.rmtree(root / "1")
@@ -210,9 +211,12 @@ def test_base_deleted_and_swept_between_restore_and_save(root):
         with open_run(root) as other:
             other.save(50, {"other": 1})
         run.manager.reload()
-        run.save(60, state(2))
-        assert run.handler.last_save_report.chunks_by_form.get("planes") == 1
-        assert_same_tree(run.restore(60), state(2))
+        run.save(60, {**state(2), "frozen": frozen})
+        forms = run.handler.last_save_report.chunks_by_form
+        assert forms == {"planes": 2, "reference": 1}  # zeros need no pack
+        assert_same_tree(run.restore(60), {**state(2), "frozen": frozen})
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("stored chunks are gone" in message for message in messages)
 
 
 def test_older_step_by_force(root):

@@ -71,6 +71,8 @@ class Sample:
         full_bytes: Bytes of the records of a fresh save of the same state.
         longest: Records of its longest list.
         disk_bytes: All files of the root.
+        written_bytes: What the save wrote.
+        oldest: Saves since the oldest record that the step needs was written.
     """
 
     step: int
@@ -78,11 +80,13 @@ class Sample:
     full_bytes: int
     longest: int
     disk_bytes: int
+    written_bytes: int
+    oldest: int
 
 
-def record_bytes(root, step, item="default"):
+def record_bytes(root, step):
     """Bytes of the records that make a step, and its longest list."""
-    rows = read_step(root, step, item).rows
+    rows = read_step(root, step).rows
     refs = {ref for row in rows for ref in row.refs}
     return sum(ref.length for ref in refs), max(len(row.refs) for row in rows)
 
@@ -94,7 +98,7 @@ def run_of_500(tmp_path_factory):
     root = folder / "run"
     options = orbax_delta.DeltaOptions(chunk_bytes=8 << 10, pack_bytes=64 << 10)
     values = dataclasses.asdict(options)
-    training, samples = Training(), []
+    training, samples, attempts = Training(), [], []
     keep = ocp.CheckpointManagerOptions(max_to_keep=KEEP)
     with open_run(root, manager_options=keep, **values) as run:
         for step in range(SAVES):
@@ -113,7 +117,20 @@ def run_of_500(tmp_path_factory):
                 for kept in run.manager.all_steps():
                     assert kept > step - KEEP
                 assert_same_tree(run.restore(step), state)
-            samples.append(Sample(step, read, full, longest, disk_bytes(root)))
+            manifest = read_step(root, step).manifest
+            attempts.append(manifest.attempt)
+            oldest = min(attempts.index(p.partition("-")[0]) for p in manifest.packs)
+            samples.append(
+                Sample(
+                    step=step,
+                    read_bytes=read,
+                    full_bytes=full,
+                    longest=longest,
+                    disk_bytes=disk_bytes(root),
+                    written_bytes=run.handler.last_save_report.written_bytes,
+                    oldest=step - oldest,
+                )
+            )
         newest = training.state()
         oldest_kept = min(run.manager.all_steps())
     return root, options, samples, newest, oldest_kept
@@ -158,12 +175,16 @@ def test_all_that_is_kept_restores_in_the_end(run_of_500):
 
 def test_saves_are_nearly_even_in_size(run_of_500):
     """Renewal is spread: no save writes as much as a full one after the first."""
-    root, _, samples, _, _ = run_of_500
-    sizes = [
-        orbax_delta.save_report(root / str(sample.step)).written_bytes
-        for sample in samples[-KEEP:]
-    ]
-    assert max(sizes) < 0.7 * samples[-1].full_bytes
+    _, _, samples, _, _ = run_of_500
+    sizes = np.array([sample.written_bytes for sample in samples[1:]])
+    assert sizes.max() < 0.8 * samples[-1].full_bytes
+    assert sizes.max() < 2.5 * sizes.mean()
+
+
+def test_unchanged_chunks_are_renewed(run_of_500):
+    """Nothing that a step needs is older than twice `refresh_every` saves."""
+    _, options, samples, _, _ = run_of_500
+    assert max(sample.oldest for sample in samples) <= 2 * options.refresh_every
 
 
 def test_first_save_of_a_fresh_adamw_state(root):
