@@ -128,9 +128,13 @@ def run(request: SaveRequest, state: ItemState) -> SaveReport:
             state.base = Base(store_uuid=store.uuid)
         state.store = store
         seen, state.seen = state.seen, None  # a failed save leaves packs to prune
-        report = _Attempt(request, state, store, store.packs).run()
+        attempt = _Attempt(request, state, store, store.packs)
+        report = attempt.run()
         state.seen = seen
         _tidy(store, state, request.options, saved=request.place)
+        if attempt.let_go:
+            # Its own pin still holds these; they can only go after the next save.
+            state.seen = None
     return report
 
 
@@ -142,6 +146,7 @@ def close(state: ItemState, options: DeltaOptions) -> None:
         if state.pin is not None:
             state.store.pins.delete(state.pin)
             state.pin = None
+        state.seen = None  # that pin may have held packs back
         _tidy(state.store, state, options, saved=None)
         state.store = None
 
@@ -166,7 +171,11 @@ def _tidy(
 
 
 class _Attempt:
-    """One try of one save; its names are used by no other."""
+    """One try of one save; its names are used by no other.
+
+    Attributes:
+        let_go: Packs that its pin names and its rows no longer need.
+    """
 
     def __init__(
         self,
@@ -183,6 +192,7 @@ class _Attempt:
         self.packs = packs
         self.item = Folder(request.place.item_url)
         self.watch = Stopwatch()
+        self.let_go: set[str] = set()
 
     def run(self) -> SaveReport:
         """The whole save."""
@@ -217,7 +227,7 @@ class _Attempt:
             yield
             return
         name = f"{self.id.hex()}-p{_PROCESS}"
-        needed = self.base.packs()
+        needed = self.let_go = self.base.packs()
         mark = Mark(owner=owners.this_process(), packs=sorted(needed))
         self.store.pins.write(name, mark.encode())
         try:
@@ -309,6 +319,7 @@ class _Attempt:
 
     def _put_part(self, rows: Sequence[Row]) -> tuple[PartEntry, list[str]]:
         packs = sorted({ref.pack for row in rows for ref in row.refs if ref.pack})
+        self.let_go = self.let_go - set(packs)
         data = parts.encode_part(self.id, rows, packs)
         entry = PartEntry(
             name=f"part-{self.id.hex()}-p{_PROCESS}",
