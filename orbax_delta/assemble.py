@@ -258,8 +258,14 @@ def _cast(array: np.ndarray, wanted: Wanted, entry: LeafEntry) -> np.ndarray:
             array.dtype,
             to,
         )
-    with np.errstate(all="ignore"):
-        cast = array.astype(to)
+    try:
+        with np.errstate(all="ignore"):
+            cast = array.astype(to)
+    except TypeError as error:
+        raise StructureError(
+            f"leaf {entry.name} is stored as {array.dtype}; there is no cast to {to}, "
+            "which the target asks for"
+        ) from error
     if array.dtype.kind in "iu" and cast.dtype.kind in "iu" and (cast != array).any():
         _logger.warning(
             "leaf %s is cast from %s to %s, as its target asks; some values do not fit",
@@ -276,7 +282,7 @@ def _key(entry: LeafEntry, data: np.ndarray, wanted: Wanted) -> jax.Array:
         placed = jax.device_put(data, _sharding(wanted))
         keys = jax.random.wrap_key_data(placed, impl=entry.value)
         return keys
-    keys = jax.random.wrap_key_data(jnp.asarray(data), impl=entry.value)
+    keys = jax.random.wrap_key_data(jax.device_put(data), impl=entry.value)
     if wanted.dtype is not None and keys.dtype != wanted.dtype:
         raise StructureError(
             f"leaf {entry.name} is stored as typed keys ({entry.value}); the target's "

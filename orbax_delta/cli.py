@@ -7,6 +7,7 @@ what a table holds (`views`), anything that reads a step.
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -244,6 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in given
+    # A key of a tree may hold what the terminal's encoding cannot show.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = commands.main(given, prog_name="orbax-delta", standalone_mode=False)
     except click.UsageError as error:

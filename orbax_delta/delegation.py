@@ -16,7 +16,7 @@ from etils import epath
 from jax.sharding import AxisType
 
 from orbax_delta import shardings, trees
-from orbax_delta.errors import InvalidInputError
+from orbax_delta.errors import InvalidInputError, StructureError
 from orbax_delta.manifests import VALUE_KINDS, LeafEntry, Manifest, path_name
 from orbax_delta.restore import Target
 from orbax_delta.store import Folder
@@ -39,6 +39,11 @@ def saved_item(args: Any) -> tuple[Any, Any]:
     Raises:
         InvalidInputError: They ask for something that would change the bits.
     """
+    if not hasattr(args, "custom_metadata"):
+        raise InvalidInputError(
+            f"save was given {type(args).__name__}; expected DeltaSave, StandardSave "
+            "or PyTreeSave"
+        )
     for path, save_args in jtu.tree_leaves_with_path(getattr(args, "save_args", None)):
         if getattr(save_args, "dtype", None) is not None:
             raise InvalidInputError(
@@ -57,6 +62,11 @@ def target(args: Any) -> Target | None:
     """
     if isinstance(args, ocp.args.PyTreeRestore):
         return _pytree_target(args)
+    if not hasattr(args, "strict"):
+        raise InvalidInputError(
+            f"restore was given {type(args).__name__}; expected DeltaRestore, "
+            "StandardRestore or PyTreeRestore"
+        )
     item = args.item.tree if isinstance(args.item, DeltaTreeMetadata) else args.item
     if item is None:
         return None
@@ -142,11 +152,32 @@ def written_by_orbax(folder: Folder) -> bool:
     return folder.read(_ORBAX_METADATA_FILE) is not None
 
 
+def _require_leaves(directory: epath.Path, args: Any) -> None:
+    """Refuse a partial target with leaves that an Orbax step lacks.
+
+    Orbax would hand the target's own values back in their place.
+    """
+    if not args.strict:
+        raise InvalidInputError(
+            f"{directory} was written by Orbax's own handler, which cannot cut or pad "
+            "a partial target; leave strict=True"
+        )
+    stored = trees.flatten(ocp.PyTreeCheckpointHandler().metadata(directory).tree)
+    absent = set(trees.flatten(args.item).paths) - set(stored.paths)
+    if absent:
+        raise StructureError(
+            f"the target does not fit {directory}: "
+            + ", ".join(sorted(map(path_name, absent)))
+            + " not in the step"
+        )
+
+
 def restore(directory: epath.Path, args: Any) -> Any:
     """Restore a step of Orbax's own handlers with them."""
     if isinstance(args, ocp.args.PyTreeRestore):
         return ocp.PyTreeCheckpointHandler().restore(directory, args=args)
     if getattr(args, "partial_restore", False):
+        _require_leaves(directory, args)
         return ocp.PyTreeCheckpointHandler().restore(
             directory,
             args=ocp.args.PyTreeRestore(

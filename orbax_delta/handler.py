@@ -42,6 +42,10 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
     """
 
     def __init__(self, options: DeltaOptions | None = None) -> None:
+        if not isinstance(options, DeltaOptions | None):
+            raise InvalidInputError(
+                f"options are {options!r}; expected DeltaOptions(...) or None"
+            )
         self.options = options or DeltaOptions()
         self.last_save_report: SaveReport | None = None
         self.last_restore_report: RestoreReport | None = None

@@ -89,10 +89,16 @@ def _stage_jax(path: trees.Path, value: jax.Array) -> Callable[[], HostLeaf]:
             f"leaf {path_name(path)} has been deleted or donated; save the state that "
             "the training step returned"
         )
+    if getattr(getattr(value.sharding, "spec", None), "unreduced", None):
+        raise _unsupported(path, value, "its sums over devices are not done; reduce it")
     document = shardings.to_document(value.sharding)
     kind, implementation = "jax", None
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        kind, implementation = "key", str(jax.random.key_impl(value))
+        kind, implementation = "key", jax.random.key_impl(value)
+        if not isinstance(implementation, str):
+            raise _unsupported(
+                path, value, "keys of an implementation that jax knows by no name"
+            )
         value = jax.random.key_data(value)
     entry = LeafEntry(
         path=path,

@@ -75,7 +75,7 @@ def _is_process(owner: Owner) -> bool:
 
 def read_marks(folder: Folder) -> dict[str, Mark]:
     """All marks of a folder by name; one that vanishes meanwhile is not there."""
-    found = ((name, folder.read(name)) for name in folder.names())
+    found = ((name, folder.read(name)) for name in folder.names() if name[0] != ".")
     return {
         name: parse_mark(data, where=folder.url + name)
         for name, data in found

@@ -52,12 +52,18 @@ class DeltaOptions:
         _check_int("refresh_every", self.refresh_every, 1, 30_000)
         if self.threads is not None:
             _check_int("threads", self.threads, 1, 256)
-        if not isinstance(self.read_budget, int | float) or not (
+        if type(self.read_budget) not in (int, float) or not (
             1.0 <= self.read_budget <= 100.0
         ):
             raise errors.InvalidInputError(
                 f"DeltaOptions.read_budget is {self.read_budget!r}; expected a number "
                 "from 1.0 (every record full) to 100.0"
+            )
+
+        if type(self.auto_prune) is not bool:
+            raise errors.InvalidInputError(
+                f"DeltaOptions.auto_prune is {self.auto_prune!r}; expected True or "
+                "False"
             )
 
     @property

@@ -82,7 +82,9 @@ def plan(store: DeltaStore, *, break_pins: bool = False) -> PrunePlan:
     manifests, named = _mark(store)
     alive = {name: pin for name, pin in pins.items() if name not in stale_pins}
     # A killed save leaves unfinished packs too; those of a running one are pinned.
-    everything = sorted({*store.packs.names(), *store.packs.unfinished()})
+    # Dot files are the file system's own (.nfs..., .DS_Store).
+    there = {*store.packs.names(), *store.packs.unfinished()}
+    everything = sorted(name for name in there if name[0] != ".")
     _refuse_foreign(store, everything)
     dead = [pack for pack in everything if not _is_live(pack, named, alive)]
     return PrunePlan(

@@ -3,6 +3,8 @@
 import logging
 from typing import Any, Protocol
 
+import orbax.checkpoint as ocp
+
 from orbax_delta.errors import CorruptionError, FormatError, NotFoundError
 from orbax_delta.handler import DEFAULT_ITEM, DeltaRestore
 from orbax_delta.places import locate
@@ -20,15 +22,18 @@ class _Manager(Protocol):
     def restore(self, step: int | None, args: Any = None) -> Any: ...
 
 
-def restore_latest_good(manager: _Manager, target: Any = None) -> tuple[int, Any]:
+def restore_latest_good(
+    manager: _Manager, target: Any = None, *, item: str = DEFAULT_ITEM
+) -> tuple[int, Any]:
     """Restore the newest step that is not damaged.
 
     A target that does not fit is the caller's error and is raised at once; damage is
     logged as an error for each step passed over.
 
     Args:
-        manager: An `ocp.CheckpointManager` with a single item.
+        manager: An `ocp.CheckpointManager`.
         target: As for `DeltaRestore`.
+        item: Which item, for a manager of several.
 
     Returns:
         The step and its tree.
@@ -44,8 +49,8 @@ def restore_latest_good(manager: _Manager, target: Any = None) -> tuple[int, Any
     damaged = []
     for step in steps:
         try:
-            _require_item(manager, step)
-            return step, manager.restore(step, args=DeltaRestore(target))
+            _require_item(manager, step, item)
+            return step, _restore(manager, step, target, item)
         except (CorruptionError, FormatError, FileNotFoundError) as error:
             _logger.error(
                 "step %s does not restore, trying an older one: %s", step, error
@@ -59,7 +64,14 @@ def restore_latest_good(manager: _Manager, target: Any = None) -> tuple[int, Any
     )
 
 
-def _require_item(manager: _Manager, step: int) -> None:
+def _restore(manager: _Manager, step: int, target: Any, item: str) -> Any:
+    args = DeltaRestore(target)
+    if item == DEFAULT_ITEM:
+        return manager.restore(step, args=args)
+    return manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+
+
+def _require_item(manager: _Manager, step: int, item: str) -> None:
     """Raise for a step whose item is gone, without asking the manager for it.
 
     A manager whose first restore is of such a step takes itself for one of several
@@ -71,9 +83,10 @@ def _require_item(manager: _Manager, step: int) -> None:
     folders = [
         folder
         for folder in manager.directory.iterdir()
-        if folder.is_dir() and locate(str(folder / DEFAULT_ITEM)).step == step
+        if folder.is_dir() and locate(str(folder / item)).step == step
     ]
-    if folders and not any((folder / DEFAULT_ITEM).exists() for folder in folders):
+    if folders and not any((folder / item).exists() for folder in folders):
         raise NotFoundError(
-            f"{folders[0]} has no item {DEFAULT_ITEM!r}; its deletion was interrupted"
+            f"{folders[0]} has no item {item!r}; its deletion was interrupted, or the "
+            "item has another name: pass item=..."
         )

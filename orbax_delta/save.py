@@ -127,7 +127,10 @@ def run(request: SaveRequest, state: ItemState) -> SaveReport:
         if state.base.store_uuid != store.uuid:
             state.base = Base(store_uuid=store.uuid)
         state.store = store
-        seen, state.seen = state.seen, None  # a failed save leaves packs to prune
+        if state.seen is None:
+            # The save before this one failed, perhaps for want of room.
+            _tidy(store, state, request.options, saved=None)
+        seen, state.seen = state.seen, None
         attempt = _Attempt(request, state, store, store.packs)
         report = attempt.run()
         state.seen = seen
@@ -156,7 +159,6 @@ def _tidy(
 ) -> None:
     """Refresh the markers; prune when steps have gone or one was saved again."""
     try:
-        store.refresh_markers()
         if options.auto_prune:
             found = frozenset(map(without_suffix, prune.manifest_keys(store)))
             again = saved is not None and f"{saved.step_name}/{saved.item}" in {
@@ -165,9 +167,10 @@ def _tidy(
             if state.seen is None or again or not state.seen <= found:
                 prune.execute(store, prune.plan(store))
             state.seen = found
+        store.refresh_markers()
     except DeltaError as error:
-        # The step is committed: what could not be tidied now is garbage, not harm.
-        _logger.warning("after the save: %s", error)
+        # Whatever became of the save: what could not be tidied is garbage, not harm.
+        _logger.warning("while tidying up: %s", error)
 
 
 class _Attempt:

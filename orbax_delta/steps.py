@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ from orbax_delta.parts import Row
 from orbax_delta.places import MAX_MANIFEST_DEPTH, SELF_CONTAINED_PACKS, Place
 from orbax_delta.reports import SaveReport
 from orbax_delta.store import STORE_NAME, DeltaStore, Folder
+
+_logger = logging.getLogger("orbax_delta")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,13 @@ def open_step(place: Place) -> Step:
         raise NotFoundError(
             f"{place.label} holds no {MANIFEST_NAME}; it was not saved by orbax_delta, "
             "or its deletion was interrupted"
+        )
+    if None not in (place.step, manifest.step) and place.step != manifest.step:
+        _logger.warning(
+            "%s was saved as step %s; its folder was renamed, or another step was "
+            "copied over it",
+            place.label,
+            manifest.step,
         )
     packs = packs_of(manifest, item)
     return Step(

@@ -64,6 +64,13 @@ class Folder:
     """
 
     def __init__(self, url: str) -> None:
+        if _is_local(url) and "\\" in url:
+            raise errors.InvalidInputError(
+                f"{url!r} has a backslash, which TensorStore takes for a slash; choose "
+                "another folder"
+            )
+        if _is_local(url) and ".." in url.split("/"):
+            url = os.path.realpath(url)
         self.url = url if url.endswith("/") else url + "/"
         with _translated(f"open {self.url}"):
             self._kvstore = ts.KvStore.open(_spec(self.url), context=_CONTEXT).result()

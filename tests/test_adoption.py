@@ -391,3 +391,19 @@ def test_target_that_does_not_fit_is_no_damage(three_steps):
         pytest.raises(orbax_delta.StructureError, match="other: not in the step"),
     ):
         restore_latest_good(run.manager, {"other": 1})
+
+
+def test_partial_target_with_a_leaf_that_orbax_did_not_save(root):
+    """Orbax would hand back the target's own value; it is refused instead."""
+    with ocp.CheckpointManager(root) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": jnp.arange(3.0)}))
+    with open_run(root) as run:
+        target = {"w": jnp.zeros(3), "head": jnp.full(3, 7.0)}
+        args = orbax_delta.DeltaRestore(target, partial_restore=True)
+        with pytest.raises(orbax_delta.StructureError, match="head not in the step"):
+            run.manager.restore(0, args=args)
+        args = orbax_delta.DeltaRestore(
+            {"w": jnp.zeros(2)}, partial_restore=True, strict=False
+        )
+        with pytest.raises(orbax_delta.InvalidInputError, match="leave strict=True"):
+            run.manager.restore(0, args=args)
