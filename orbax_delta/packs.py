@@ -61,6 +61,14 @@ class PackWriter:
         self.drain()
 
     def drain(self) -> None:
-        """Wait for the packs in flight."""
-        while self._in_flight:
-            self._in_flight.popleft().result()
+        """Wait for all packs in flight, also when one of them fails.
+
+        Raises:
+            StorageError: A failure, once nothing is in flight any more.
+        """
+        try:
+            while self._in_flight:
+                self._in_flight.popleft().result()
+        finally:
+            if self._in_flight:
+                self.drain()

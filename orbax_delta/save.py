@@ -250,10 +250,12 @@ class _Attempt:
             with contextlib.suppress(StorageError):
                 self.store.pins.delete(name)
             raise
-        # Only now may the previous pin go: this one names what that one did.
-        if self.state.pin is not None:
-            self.store.pins.delete(self.state.pin)
-        self.state.pin = name
+        # Only now may the previous pin go: this one names what that one did. The step
+        # is committed, so a store that fails here costs no more than a late clean-up.
+        previous, self.state.pin = self.state.pin, name
+        if previous is not None:
+            with contextlib.suppress(StorageError):
+                self.store.pins.delete(previous)
 
     @contextlib.contextmanager
     def _undone_on_failure(self) -> Iterator[None]:

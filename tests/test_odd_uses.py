@@ -13,7 +13,7 @@ import strategies
 from strategies import STORE, assert_same_tree, open_run, packs_named, packs_on_disk
 
 import orbax_delta
-from orbax_delta import check, cli, store
+from orbax_delta import check, cli, packs, store
 
 
 @pytest.fixture(autouse=True)
@@ -204,3 +204,41 @@ def test_keys_that_no_terminal_shows(root, capsys):
     assert check.verify(str(root)).ok
     assert cli.main(["show", str(root), "0"]) == 0
     assert "a" in capsys.readouterr().out
+
+
+def test_a_pin_that_stays_does_not_fail_a_committed_save(root, monkeypatch):
+    """The store fails after the MANIFEST: the step counts, the next save is a delta."""
+    delete = store.Folder.delete
+
+    def failing(self, key):
+        if self.url.endswith("pins/"):
+            raise orbax_delta.StorageError("not now")
+        delete(self, key)
+
+    with open_run(root) as run:
+        run.save(0, state(0))
+        with monkeypatch.context() as patched:
+            patched.setattr(store.Folder, "delete", failing)
+            run.save(1, state(1))
+        assert_same_tree(run.restore(1), state(1))
+        run.save(2, state(1) | {"step": 2})
+        assert run.handler.last_save_report.chunks_by_form == {"reference": 1}
+
+
+def test_every_write_of_a_failed_save_is_waited_for():
+    """A pack still in flight when another one fails may not land later."""
+    waited = []
+
+    class Write:
+        def __init__(self, number):
+            self.number = number
+
+        def result(self):
+            waited.append(self.number)
+            raise orbax_delta.StorageError(f"pack {self.number}")
+
+    writer = packs.PackWriter(None, attempt=bytes(16), process=0, pack_bytes=1024)
+    writer._in_flight.extend([Write(0), Write(1)])
+    with pytest.raises(orbax_delta.StorageError, match="pack"):
+        writer.drain()
+    assert waited == [0, 1]
