@@ -191,13 +191,22 @@ class Root:
         path: The folder.
     """
 
-    def __init__(self, path: pathlib.Path, *, delta: bool, max_to_keep: int | None):
+    def __init__(
+        self,
+        path: pathlib.Path,
+        *,
+        delta: bool,
+        max_to_keep: int | None,
+        **settings: Any,
+    ):
         """Opens a manager, with orbax_delta's registry or with Orbax's own handler."""
         self.path = path
         self._manager = ocp.CheckpointManager(
             path,
             options=ocp.CheckpointManagerOptions(max_to_keep=max_to_keep),
-            handler_registry=orbax_delta.handler_registry() if delta else None,
+            handler_registry=(
+                orbax_delta.handler_registry(**settings) if delta else None
+            ),
         )
 
     def save(self, step: int, state: State) -> int:
@@ -262,9 +271,15 @@ def measure_pair(name: str, setup: Setup, folder: pathlib.Path) -> PairResult:
 
 
 def measure_live(
-    name: str, setup: Setup, folder: pathlib.Path, saves: int, console: Console
+    name: str,
+    setup: Setup,
+    folder: pathlib.Path,
+    saves: int,
+    console: Console,
+    *,
+    keep_bases: int,
 ) -> LiveResult:
-    """Saves a live run after each of its steps, with default options.
+    """Saves a live run after each of its steps, otherwise with default options.
 
     Args:
         name: Key of `WORKLOADS`.
@@ -272,6 +287,7 @@ def measure_live(
         folder: Where the two roots are made; they are removed again.
         saves: How many steps to train and save.
         console: Where the progress bar goes.
+        keep_bases: States that the store keeps whatever is deleted.
 
     Returns:
         What each save cost. Every tenth save and the last were restored and compared.
@@ -279,7 +295,7 @@ def measure_live(
     Raises:
         AssertionError: A restored state differs from the saved one.
     """
-    delta = Root(folder / "delta", delta=True, max_to_keep=3)
+    delta = Root(folder / "delta", delta=True, max_to_keep=3, keep_bases=keep_bases)
     orbax = Root(folder / "orbax", delta=False, max_to_keep=3)
     delta_bytes, root_bytes, reports = [], [], []
     orbax_bytes: dict[int, int] = {}

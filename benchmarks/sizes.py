@@ -210,6 +210,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--saves", type=int, default=100, help="saves of a live run")
     parser.add_argument(
+        "--keep-bases", type=int, default=2, help="states that live runs keep"
+    )
+    parser.add_argument(
         "--scale", choices=tuple(SCALES), default="medium", help="size of the decoder"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of every run")
@@ -243,7 +246,14 @@ def main() -> int:
             with progress_console.status(f"saving a pair: {name}"):
                 pairs.append(measure_pair(name, setup, folder))
         live = [
-            measure_live(name, setup, folder, options.saves, progress_console)
+            measure_live(
+                name,
+                setup,
+                folder,
+                options.saves,
+                progress_console,
+                keep_bases=options.keep_bases,
+            )
             for name in options.live
         ]
     tables = []

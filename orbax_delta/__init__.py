@@ -14,6 +14,7 @@ from orbax_delta.errors import DeltaError as DeltaError
 from orbax_delta.errors import FormatError as FormatError
 from orbax_delta.errors import InvalidInputError as InvalidInputError
 from orbax_delta.errors import NotFoundError as NotFoundError
+from orbax_delta.errors import OutOfMemoryError as OutOfMemoryError
 from orbax_delta.errors import StorageError as StorageError
 from orbax_delta.errors import StructureError as StructureError
 from orbax_delta.errors import UnsupportedVersionError as UnsupportedVersionError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from orbax_delta.handler import DeltaRestore as DeltaRestore
     from orbax_delta.handler import DeltaSave as DeltaSave
     from orbax_delta.handler import handler_registry as handler_registry
+    from orbax_delta.recovery import restore_base as restore_base
     from orbax_delta.recovery import restore_latest_good as restore_latest_good
     from orbax_delta.steps import save_report as save_report
 
@@ -34,6 +36,7 @@ _LAZY = {
     "DeltaRestore": "handler",
     "DeltaSave": "handler",
     "handler_registry": "handler",
+    "restore_base": "recovery",
     "restore_latest_good": "recovery",
     "save_report": "steps",
 }

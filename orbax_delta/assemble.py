@@ -5,6 +5,7 @@ filled, `LeafPlan.finish` makes the leaf. Nothing is cast or cut without being a
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +16,9 @@ import numpy as np
 
 from orbax_delta import chunks, leaves, shardings
 from orbax_delta.chunks import Box
-from orbax_delta.errors import StructureError
+from orbax_delta.errors import OutOfMemoryError, StructureError
 from orbax_delta.manifests import VALUE_KINDS, LeafEntry
+from orbax_delta.reports import human_bytes
 from orbax_delta.targets import Make, Wanted
 
 _logger = logging.getLogger("orbax_delta")
@@ -88,14 +90,26 @@ def plan_leaf(entry: LeafEntry, wanted: Wanted, *, moved: list[str]) -> LeafPlan
         make = _MAKE_OF_KIND.get(entry.kind, Make.PYTHON)
         wanted = dataclasses.replace(wanted, make=make)
     _check(entry, wanted)
+    if entry.kind == "key" and wanted.make is not Make.NOTHING:
+        leaves.key_struct(entry)  # raises for what is none, before anything is read
     if wanted.make is Make.JAX:
         wanted = _placed(entry, _resolved(entry, wanted), moved)
     regions = _regions(entry, wanted)
     dtype = entry.element.dtype if regions else None
-    buffers = {
-        box: np.zeros(chunks.box_shape(box), dtype) for box in dict.fromkeys(regions)
-    }
+    buffers = {box: _zeros(entry, box, dtype) for box in dict.fromkeys(regions)}
     return LeafPlan(entry=entry, wanted=wanted, buffers=buffers)
+
+
+def _zeros(entry: LeafEntry, box: Box, dtype: np.dtype | None) -> np.ndarray:
+    shape = chunks.box_shape(box)
+    try:
+        return np.zeros(shape, dtype)
+    except MemoryError as error:
+        raise OutOfMemoryError(
+            f"there is no room for {shape} of leaf {entry.name}, which is stored as "
+            f"{_describe(entry)}, {human_bytes(entry.memory_bytes)}; restore fewer "
+            "leaves, or onto more devices"
+        ) from error
 
 
 def _logical_shape(entry: LeafEntry) -> tuple[int, ...]:
@@ -175,7 +189,7 @@ def _placed(entry: LeafEntry, wanted: Wanted, moved: list[str]) -> Wanted:
     by_target = wanted.dtype is not None
     if entry.kind != "key":
         dtype = np.dtype(_dtype(wanted, entry))
-        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        if not _jax_holds(dtype):
             if by_target:
                 raise StructureError(
                     f"leaf {entry.name} is wanted as a jax array of {dtype}, which "
@@ -186,7 +200,7 @@ def _placed(entry: LeafEntry, wanted: Wanted, moved: list[str]) -> Wanted:
             return dataclasses.replace(wanted, make=Make.NUMPY)
     if wanted.sharding is not None:
         return wanted
-    sharding = shardings.from_document(entry.sharding)
+    sharding = shardings.from_document(entry.sharding, _logical_shape(entry))
     if sharding is not None:
         return dataclasses.replace(wanted, sharding=sharding)
     if entry.kind in ("jax", "key"):
@@ -195,6 +209,24 @@ def _placed(entry: LeafEntry, wanted: Wanted, moved: list[str]) -> Wanted:
         return dataclasses.replace(wanted, make=Make.NUMPY)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return dataclasses.replace(wanted, sharding=here)
+
+
+def _jax_holds(dtype: np.dtype) -> bool:
+    """Whether jax has this type in this process, without shortening it."""
+    return _jax_knows(dtype) and bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
+
+
+@functools.cache
+def _jax_knows(dtype: np.dtype) -> bool:
+    """Whether jax and its backend hold arrays of this type.
+
+    Only trying tells: jax 0.10.2 has names for 6-bit floats, and no arrays of them.
+    """
+    try:
+        jax.device_put(np.zeros((), dtype))
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
 
 
 def _dtype(wanted: Wanted, entry: LeafEntry) -> Any:

@@ -125,6 +125,12 @@ class Base:
                     dropped += 1
         return dropped
 
+    def forget(self, leaf: LeafEntry, box: Box) -> None:
+        """Drop an entry whose records are known to be damaged."""
+        found = self._match(leaf)
+        if found:
+            found.entries.pop(box, None)
+
     def touch(self, leaf: LeafEntry, box: Box) -> None:
         """Announce that a running save is about to change this entry's content."""
         self._touched.append((leaf.name, box))

@@ -7,42 +7,23 @@ found, the rest is still looked at. Does not belong here: repair, how it is show
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from orbax_delta import listing, reader, records, steps
+from orbax_delta import healing, identity, listing, reader, records, steps
 from orbax_delta.background import Pool, ordered_map, pool
 from orbax_delta.chunks import Box
-from orbax_delta.errors import DeltaError, StorageError
+from orbax_delta.errors import CorruptionError, DeltaError, FormatError
+from orbax_delta.findings import Findings, Problem, step_names
 from orbax_delta.inspection import Fault, PackState, inspect_pack, store_faults
-from orbax_delta.listing import Item, Progress, Root, no_progress
+from orbax_delta.listing import Item, Progress, Root, is_base, no_progress
 from orbax_delta.manifests import MANIFEST_NAME
+from orbax_delta.marks import read_marks
 from orbax_delta.options import DeltaOptions
 from orbax_delta.reader import Request
 from orbax_delta.steps import Step
 from orbax_delta.store import STORE_FILE, Folder
 
 _PACKS_IN_FLIGHT = 4
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One thing that is wrong.
-
-    Attributes:
-        what: What was found and what was expected.
-        file: The file at fault, relative to the root where it lies below it.
-        steps: Of the steps looked at those that need it; empty: it concerns the store.
-        item: Item of the steps; empty where it concerns no single one.
-        leaf: Leaf that does not restore; empty where it concerns no single one.
-        chunk: Chunk of the leaf, as `[0:16, 0:32]`.
-    """
-
-    what: str
-    file: str
-    steps: tuple[str, ...] = ()
-    item: str = ""
-    leaf: str = ""
-    chunk: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +34,14 @@ class VerifyReport:
         root: The folder.
         steps: Steps looked at, in order.
         whole_steps: Those among them that restore. A step can be whole although a pack
-            that it names is damaged: in records that it does not need.
+            that it names is damaged: in records that it does not need, or whose content
+            others hold too.
+        bases: Kept bases looked at, as their folders, oldest first.
+        whole_bases: Those among them that restore.
         vanished: Steps that were deleted or renamed meanwhile; nothing is said of them.
         chunks: Chunks of all steps.
         chunks_decoded: Distinct ones among them that were read and decoded.
-        packs: Packs read.
+        packs: Packs read: those that steps and bases name, and pins of running jobs.
         pack_bytes: Their size.
         unnamed_packs: Packs of the store that no MANIFEST names: garbage that `prune`
             removes, or of a save under way.
@@ -68,6 +52,8 @@ class VerifyReport:
     root: str
     steps: Sequence[str]
     whole_steps: Sequence[str]
+    bases: Sequence[str]
+    whole_bases: Sequence[str]
     vanished: Sequence[str]
     chunks: int
     chunks_decoded: int
@@ -81,6 +67,11 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether nothing is wrong."""
         return not self.problems
+
+    @property
+    def newest_whole(self) -> str | None:
+        """The newest step that restores; the newest base if no step does."""
+        return next(reversed(self.whole_steps or self.whole_bases), None)
 
 
 def verify(
@@ -104,53 +95,76 @@ def verify(
         NotFoundError: There is no such folder or step, or nothing of this package.
         StorageError: The folder cannot be listed.
     """
+    return examine(url, wanted, progress=progress, threads=threads).report()
+
+
+def examine(
+    url: str,
+    wanted: Sequence[str] = (),
+    *,
+    progress: Progress = no_progress,
+    threads: int | None = None,
+) -> "Examination":
+    """As `verify`, with what a repair needs to know."""
     started = time.perf_counter()
     root = listing.read_root(url, progress)
-    found = _Verification(root, root.select(wanted), progress)
+    found = Examination(root, root.select(wanted), progress, started)
     found.check_store()
+    found.check_names()
     with pool(DeltaOptions(threads=threads).worker_count) as executor:
         found.check_packs(executor)
         found.check_steps(executor)
-    return found.report(started)
+    found.check_healing()
+    return found
 
 
-class _Verification:
-    def __init__(self, root: Root, items: Sequence[Item], progress: Progress) -> None:
-        self._root = root
+class Examination:
+    """What is known of a root while and after it is verified.
+
+    Attributes:
+        root: The root.
+    """
+
+    def __init__(
+        self, root: Root, items: Sequence[Item], progress: Progress, started: float
+    ) -> None:
+        self.root = root
+        self._started = started
         self._items = items
         self._progress = progress
-        self._found: dict[Problem, list[Item]] = {}
-        self._damaged: set[str] = set()
+        self._findings = Findings(root.folder)
         self._packs_of: dict[str, Folder] = {}
         self._packs: dict[tuple[str, str], PackState] = {}
         # One entry for each distinct list: None if it decodes.
         self._outcomes: dict[bytes, Fault | None] = {}
+        self._failing: list[tuple[Item, Request, Fault]] = []
         self._chunks = 0
 
-    def _add(self, problem: Problem, *items: Item) -> None:
-        needing = self._found.setdefault(problem, [])
-        needing += [item for item in items if item not in needing[-1:]]
-
-    def _add_damage(self, item: Item, problem: Problem) -> None:
-        """A problem for which a step does not restore."""
-        self._damaged.add(item.step)
-        self._add(problem, item)
-
-    def _file(self, url: str) -> str:
-        return url.removeprefix(self._root.folder.url)
+    def file(self, url: str) -> str:
+        """A file as reports name it."""
+        return url.removeprefix(self.root.folder.url)
 
     def check_store(self) -> None:
         """STORE.json, the marker, pins, marks and names of packs."""
         wanted = {
             item.manifest.store_uuid
-            for item in self._root.items
+            for item in self.root.everything
             if item.manifest and not item.manifest.self_contained
         }
-        for fault in store_faults(self._root.store, self._root.store_error, wanted):
-            self._add(Problem(what=fault.what, file=self._file(fault.file)))
+        for fault in store_faults(self.root.store, self.root.store_error, wanted):
+            self._findings.add(Problem(what=fault.what, file=self.file(fault.file)))
+
+    def check_names(self) -> None:
+        """Whether each step is the one that its folder says, and no copy."""
+        for what, items in identity.findings(self._items):
+            # A folder that was renamed while it was listed can be there twice.
+            if all(self._findings.is_there(item.key) for item in items):
+                (first, *_) = items
+                problem = Problem(what=what, file=first.key, item=first.place.item)
+                self._findings.add(problem, *items)
 
     def check_packs(self, executor: Pool) -> None:
-        """Read every pack that a step names, whole, and look at each record."""
+        """Read every pack that a step or a pin names, and look at each record."""
         needed: dict[tuple[str, str], list[Item]] = {}
         folders: dict[str, Folder] = {}
         for item in self._items:
@@ -160,6 +174,11 @@ class _Verification:
             self._packs_of[item.key] = folders.setdefault(folder.url, folder)
             for name in item.manifest.packs:
                 needed.setdefault((folder.url, name), []).append(item)
+        # A job goes on from these although their step may have been deleted.
+        store = self.root.store
+        for name in self._pinned_packs():
+            folders.setdefault(store.packs.url, store.packs)
+            needed.setdefault((store.packs.url, name), [])
         keys = sorted(needed)
         states = ordered_map(
             executor,
@@ -168,17 +187,31 @@ class _Verification:
             window=_PACKS_IN_FLIGHT,
         )
         for done, (key, state) in enumerate(zip(keys, states, strict=True)):
+            self._progress("packs", done + 1, len(keys))
+            if not (needed[key] or state.readable):
+                continue  # pinned no more, and pruned
             self._packs[key] = state
             for what in state.faults:
-                self._add(
-                    Problem(what=what, file=self._file("".join(key))), *needed[key]
+                self._findings.add(
+                    Problem(what=what, file=self.file("".join(key))), *needed[key]
                 )
-            self._progress("packs", done + 1, len(keys))
+
+    def _pinned_packs(self) -> set[str]:
+        """Packs that are there and that a pin names, where all steps are looked at."""
+        store = self.root.store
+        if len(self._items) < len(self.root.everything):
+            return set()
+        try:
+            pins = read_marks(store.pins)
+        except (CorruptionError, FormatError):
+            return set()  # check_store tells of a pin that cannot be read
+        named = {pack for pin in pins.values() for pack in pin.packs}
+        return named.intersection(store.packs.names())
 
     def _open_packs(self, item: Item) -> Folder | None:
         if item.error is not None and item.manifest is not None:
             # Only its report is damaged, which no restore needs.
-            self._add(Problem(what=str(item.error), file=item.key), item)
+            self._findings.add(Problem(what=str(item.error), file=item.key), item)
         elif item.error is not None:
             self._add_to_item(item, item.error, item.key)
         if item.manifest is None:
@@ -186,13 +219,13 @@ class _Verification:
         try:
             return steps.packs_of(item.manifest, Folder(item.place.item_url))
         except DeltaError as error:
-            file = self._file(self._root.store.url + STORE_FILE)
+            file = self.file(self.root.store.url + STORE_FILE)
             self._add_to_item(item, error, file)
         return None
 
     def _add_to_item(self, item: Item, error: DeltaError, file: str) -> None:
         problem = Problem(what=str(error), file=file, item=item.place.item)
-        self._add_damage(item, problem)
+        self._findings.add_damage(item, problem)
 
     def check_steps(self, executor: Pool) -> None:
         """Decode every chunk of every step whose packs were found."""
@@ -236,7 +269,7 @@ class _Verification:
             if state is not None and not state.readable:
                 return Fault(
                     what=f"its pack cannot be read: {state.faults[0]}",
-                    file=self._file(packs.url + ref.pack),
+                    file=self.file(packs.url + ref.pack),
                 )
         return None
 
@@ -247,7 +280,7 @@ class _Verification:
         damaged = [name for name in names if self._packs[packs.url, name].faults]
         blamed = (damaged or names or [""])[0]
         what = str(got.error).removeprefix(f"{got.request.where}: ")
-        return Fault(what=what, file=self._file(packs.url + blamed))
+        return Fault(what=what, file=self.file(packs.url + blamed))
 
     def _settle(
         self, item: Item, requests: Sequence[Request], fault: Fault | None, total: int
@@ -256,55 +289,69 @@ class _Verification:
         self._progress("chunks", self._chunks, total)
         if fault is None:
             return
-        for request in requests:
+        self._failing += [(item, request, fault) for request in requests]
+
+    def check_healing(self) -> None:
+        """Whether chunks that fail restore all the same, from other records."""
+        failing = [
+            request
+            for item, request, _ in self._failing
+            if item.place.root_url is not None
+        ]
+        healed = healing.find(self.root, failing) if failing else {}
+        for item, request, fault in self._failing:
+            source = healed.get(healing.wanted(request))
             problem = Problem(
                 what=fault.what,
                 file=fault.file,
                 item=item.place.item,
                 leaf=request.leaf.name,
                 chunk=_box_text(request.row.box),
+                healed_by=source.step if source else "",
             )
-            self._add_damage(item, problem)
+            if source is None:
+                self._findings.add_damage(item, problem)
+            else:
+                self._findings.add(problem, item)
 
-    def report(self, started: float) -> VerifyReport:
+    def fault(self, request: Request) -> Fault | None:
+        """Why a chunk's own list does not yield it; None if it does."""
+        return self._outcomes.get(_list_mark(request))
+
+    def damaged_packs(self, url: str) -> set[str]:
+        """Packs of a folder that are missing or in which something is wrong."""
+        return {
+            name
+            for (folder, name), state in self._packs.items()
+            if folder == url and state.faults
+        }
+
+    def report(self) -> VerifyReport:
         """Everything found, less what concerns steps that have gone meanwhile."""
-        gone = self._gone()
-        problems = []
-        for problem, items in self._found.items():
-            left = _step_names(item for item in items if item.key not in gone)
-            if left or not items:
-                problems.append(dataclasses.replace(problem, steps=left))
+        gone = self._findings.gone()
         named = {
             pack
-            for item in self._root.items
+            for item in self.root.everything
             if item.manifest
             for pack in item.manifest.packs
         }
-        judged = _step_names(item for item in self._items if item.key not in gone)
+        judged = step_names(item for item in self._items if item.key not in gone)
+        whole = [name for name in judged if name not in self._findings.damaged]
         return VerifyReport(
-            root=self._root.folder.url,
-            steps=judged,
-            whole_steps=[step for step in judged if step not in self._damaged],
-            vanished=_step_names(item for item in self._items if item.key in gone),
+            root=self.root.folder.url,
+            steps=tuple(name for name in judged if not is_base(name)),
+            whole_steps=[name for name in whole if not is_base(name)],
+            bases=tuple(name for name in judged if is_base(name)),
+            whole_bases=[name for name in whole if is_base(name)],
+            vanished=step_names(item for item in self._items if item.key in gone),
             chunks=self._chunks,
             chunks_decoded=len(self._outcomes),
             packs=len(self._packs),
             pack_bytes=sum(state.size_bytes for state in self._packs.values()),
-            unnamed_packs=sorted(set(self._root.store.packs.names()) - named),
-            problems=problems,
-            total_seconds=time.perf_counter() - started,
+            unnamed_packs=sorted(set(self.root.store.packs.names()) - named),
+            problems=self._findings.problems(gone),
+            total_seconds=time.perf_counter() - self._started,
         )
-
-    def _gone(self) -> set[str]:
-        """Keys of MANIFESTs with a problem that are not there any more."""
-        keys = {item.key for items in self._found.values() for item in items}
-        return {key for key in keys if not self._is_there(key)}
-
-    def _is_there(self, key: str) -> bool:
-        try:
-            return self._root.folder.read(key) is not None
-        except StorageError:
-            return True  # what cannot be read has not gone
 
 
 def _file_of_rows(item: Item, error: DeltaError) -> str:
@@ -312,10 +359,6 @@ def _file_of_rows(item: Item, error: DeltaError) -> str:
     parts = [part.name for part in item.manifest.parts] if item.manifest else []
     name = next((name for name in parts if name in str(error)), MANIFEST_NAME)
     return item.key.removesuffix(MANIFEST_NAME) + name
-
-
-def _step_names(items: Iterable[Item]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(item.step for item in items))
 
 
 def _box_text(box: Box) -> str:

@@ -12,6 +12,9 @@ import xxhash
 
 Box = tuple[tuple[int, int], ...]
 
+MAX_DIMENSIONS = 64
+"""Of a leaf and of a box; numpy has no more."""
+
 _PRIME = (1 << 61) - 1
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from orbax_delta import check, documents, errors, listing, prune, views
+from orbax_delta import check, documents, errors, listing, prune, repair, views
 from orbax_delta.errors import (
     CorruptionError,
     DeltaError,
@@ -60,14 +60,15 @@ def commands() -> None:
     """Look at, verify and tidy delta checkpoints written through Orbax.
 
     ROOT is the folder that was given to CheckpointManager: a path, or a URL such as
-    gs://bucket/run. Nothing but prune and demo changes anything.
+    gs://bucket/run. Nothing but repair, prune and demo changes anything.
     """
 
 
 @commands.command()
 @_root
+@click.option("--bases", is_flag=True, help="List the states that the store keeps.")
 @_json
-def ls(root: str, as_json: bool) -> int:
+def ls(root: str, bases: bool, as_json: bool) -> int:
     """List the steps of ROOT; reads nothing but their MANIFESTs."""
     with _progress() as progress:
         found = listing.read_root(_url(root), progress)
@@ -77,9 +78,10 @@ def ls(root: str, as_json: bool) -> int:
         _print_json(document)
     else:
         out = views.console()
-        views.show(out, views.steps_table(document))
+        table = views.bases_table if bases else views.steps_table
+        views.show(out, table(document))
         views.say(out, *views.store_lines(document))
-    damaged = [found.store_error, *(item.error for item in found.items)]
+    damaged = [found.store_error, *(item.error for item in found.everything)]
     return next((error.exit_code for error in damaged if error), 0)
 
 
@@ -126,6 +128,27 @@ def verify(root: str, names: tuple[str, ...], as_json: bool) -> int:
     else:
         out = views.console()
         views.say(out, *views.problem_lines(document), *views.verify_lines(document))
+    return 0 if report.ok else CorruptionError.exit_code
+
+
+@commands.command("repair")
+@_root
+@click.option("--dry-run", is_flag=True, help="Only say what would be mended.")
+@_json
+def repair_(root: str, dry_run: bool, as_json: bool) -> int:
+    """Mend what ROOT itself can make good again.
+
+    Damaged chunks whose content other records hold, files that a kept base or its step
+    has, STORE.json, unreadable pins. Best done while no job saves to ROOT: a save under
+    way may have to be repeated.
+    """
+    with _progress() as progress:
+        report = repair.repair(_url(root), dry_run=dry_run, progress=progress)
+    document = documents.of_repair(report)
+    if as_json:
+        _print_json(document)
+    else:
+        views.say(views.console(), *views.repair_lines(document))
     return 0 if report.ok else CorruptionError.exit_code
 
 
@@ -257,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_error("usage", error.format_message())
         return InvalidInputError.exit_code
     except DeltaError as error:
-        click.echo(f"orbax-delta: {error}", err=True)
+        click.echo(views.plain(f"orbax-delta: {error}"), err=True)
         if as_json:
             _print_error(error.kind, str(error))
         return error.exit_code

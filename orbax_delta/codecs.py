@@ -14,6 +14,7 @@ import numpy as np
 import zstandard
 
 from orbax_delta.errors import CorruptionError
+from orbax_delta.frames import decompress
 
 BLOCK_BYTES = 4096
 """Size of a block of the bitmap form, in bytes (1,024 fp32 elements)."""
@@ -33,8 +34,6 @@ _PLANE_PARAMETERS = zstandard.ZstdCompressionParameters(
     target_length=0,
     strategy=zstandard.STRATEGY_FAST,
 )
-# A block of a zstd frame takes 4 bytes or more and yields at most 128 KiB.
-_MAX_EXPANSION = 1 << 15
 _PROBE_PIECES = 4
 _PROBE_BYTES = 2048
 _PROBE_KEEP = 0.98
@@ -85,7 +84,6 @@ class _Coders(threading.local):
 
     def __init__(self) -> None:
         self.encoder = zstandard.ZstdCompressor(compression_params=_PLANE_PARAMETERS)
-        self.decoder = zstandard.ZstdDecompressor()
 
 
 _coders = _Coders()
@@ -381,36 +379,3 @@ def _decode_plane(method: int, data: memoryview, plane_bytes: int) -> Bytes | np
     raise CorruptionError(
         f"a plane of method {method} holds {len(data)} bytes for {plane_bytes}"
     )
-
-
-def decompress(data: bytes | memoryview, expected_bytes: int) -> bytes:
-    """zstd-decode exactly `expected_bytes`; the frame must announce that size.
-
-    The announced size is checked before anything is allocated, so a small file cannot
-    ask for much memory.
-
-    Raises:
-        CorruptionError: The frame is damaged, announces another size or more than it
-            can hold, or bytes follow it.
-    """
-    try:
-        announced = zstandard.frame_content_size(data)
-        if announced != expected_bytes:
-            raise CorruptionError(
-                f"a zstd frame announces {announced} bytes; expected {expected_bytes}"
-            )
-        if expected_bytes > len(data) * _MAX_EXPANSION:
-            raise CorruptionError(
-                f"a zstd frame of {len(data)} bytes announces {announced}; no frame "
-                f"holds more than {_MAX_EXPANSION} times its size"
-            )
-        content = _coders.decoder.decompress(
-            data, max_output_size=expected_bytes, allow_extra_data=False
-        )
-    except zstandard.ZstdError as error:
-        raise CorruptionError(f"a zstd frame does not decode: {error}") from error
-    if len(content) != expected_bytes:
-        raise CorruptionError(
-            f"a zstd frame decodes to {len(content)} bytes; expected {expected_bytes}"
-        )
-    return bytes(content)

@@ -13,11 +13,16 @@ import jax.tree_util as jtu
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import AxisType
 
-from orbax_delta import shardings, trees
+from orbax_delta import leaves, shardings, trees
 from orbax_delta.errors import InvalidInputError, StructureError
-from orbax_delta.manifests import VALUE_KINDS, LeafEntry, Manifest, path_name
+from orbax_delta.manifests import (
+    MANIFEST_NAME,
+    VALUE_KINDS,
+    LeafEntry,
+    Manifest,
+    path_name,
+)
 from orbax_delta.restore import Target
 from orbax_delta.store import Folder
 from orbax_delta.targets import AS_SAVED, Make, Wanted, wanted_of
@@ -193,9 +198,15 @@ def restore(directory: epath.Path, args: Any) -> Any:
 
 def tree_metadata(manifest: Manifest, directory: epath.Path) -> "DeltaTreeMetadata":
     """What Orbax users expect of `item_metadata(step)`."""
-    leaves = [_leaf_metadata(leaf, directory) for leaf in manifest.leaves]
+    found = [_leaf_metadata(leaf, directory) for leaf in manifest.leaves]
     return DeltaTreeMetadata(
-        trees.rebuild(manifest.tree, leaves), manifest.custom_metadata
+        trees.rebuild(
+            manifest.tree,
+            found,
+            paths=[leaf.path for leaf in manifest.leaves],
+            where=f"{directory}/{MANIFEST_NAME}",
+        ),
+        manifest.custom_metadata,
     )
 
 
@@ -209,8 +220,8 @@ def _leaf_metadata(leaf: LeafEntry, directory: epath.Path) -> Any:
         )
     shape, dtype = leaf.shape, leaf.element.dtype
     if leaf.kind == "key":
-        key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.value))
-        shape, dtype = leaf.shape[:-1], key.dtype
+        keys = leaves.key_struct(leaf)
+        shape, dtype = keys.shape, keys.dtype
     return ocp.metadata.ArrayMetadata(
         name=name,
         directory=directory,
@@ -226,11 +237,15 @@ def _sharding_metadata(document: Any) -> ocp.metadata.ShardingMetadata | None:
     if document["kind"] == "single":
         return ocp.metadata.SingleDeviceShardingMetadata(device_str=document["device"])
     mesh = shardings.mesh_document(document)
+    try:
+        axis_types = shardings.axis_types(mesh)
+    except KeyError:
+        return None  # of a newer jax
     return ocp.metadata.NamedShardingMetadata(
         shape=np.array(mesh.shape),
         axis_names=list(mesh.axis_names),
         partition_spec=tuple(shardings.partition_spec(document)),
-        axis_types=tuple(AxisType[name] for name in mesh.axis_types),
+        axis_types=axis_types,
     )
 
 

@@ -16,6 +16,7 @@ from orbax_delta.errors import DeltaError
 from orbax_delta.listing import Item, Root
 from orbax_delta.parts import Row
 from orbax_delta.prune import PrunePlan
+from orbax_delta.repair import RepairReport
 from orbax_delta.reports import chain_lengths
 from orbax_delta.steps import Step
 
@@ -51,6 +52,7 @@ def of_root(root: Root, sizes: Mapping[str, int], packs: Sequence[str]) -> Docum
         "root": root.folder.url,
         "store": store,
         "steps": [of_item(item) for item in root.items],
+        "bases": [of_item(item) for item in root.bases],
         "other_steps": list(root.others),
     }
 
@@ -136,6 +138,14 @@ def _forms(rows: Iterable[Row]) -> dict[str, int]:
 
 def of_verification(report: VerifyReport) -> Document:
     """What `verify` shows: the report, with what follows from it."""
+    return dataclasses.asdict(report) | {
+        "ok": report.ok,
+        "newest_whole": report.newest_whole,
+    }
+
+
+def of_repair(report: RepairReport) -> Document:
+    """What `repair` did, or would do."""
     return dataclasses.asdict(report) | {"ok": report.ok}
 
 

@@ -8,6 +8,7 @@ the command line can decode without it.
 import dataclasses
 import enum
 import functools
+import re
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +26,10 @@ _PACKED_BITS = {
     "uint1": 1,
 }
 _BUILTIN_KINDS = "biufcmM"
+# numpy also parses, evaluates and warns of much that is no name of one type.
+_NAME = re.compile(
+    r"[a-z]{3}[a-z0-9_]{0,29}|[<>][biufcmM]\d{1,2}(\[\d{0,9}[A-Za-z]{1,2}\])?", re.ASCII
+)
 _LARGEST_ITEM_BYTES = 16
 
 
@@ -97,11 +102,13 @@ def element_type_of(name: str) -> ElementType:
     Raises:
         InvalidInputError: This installation knows no such dtype.
     """
+    if not _NAME.fullmatch(name):
+        raise InvalidInputError(f"dtype {name!r:.80} is not a name of this format")
     try:
         dtype = np.dtype(getattr(ml_dtypes, name, name))
-    except (TypeError, ValueError, SyntaxError) as error:
+    except (TypeError, ValueError, SyntaxError, OverflowError) as error:
         raise InvalidInputError(
-            f"dtype {name!r} is not known to numpy {np.__version__} and ml_dtypes "
+            f"dtype {name!r:.80} is not known to numpy {np.__version__} and ml_dtypes "
             f"{ml_dtypes.__version__}; install a version that has it"
         ) from error
     element = element_type(dtype)

@@ -10,10 +10,15 @@ from typing import ClassVar
 
 
 class DeltaError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on purpose.
+
+    Attributes:
+        restorable: Where a step is damaged: the newest step that restores, if known.
+    """
 
     kind: ClassVar[str] = "delta_error"
     exit_code: ClassVar[int] = 1
+    restorable: int | None = None
 
     def __str__(self) -> str:
         # OSError and KeyError format their arguments in their own ways; a message is
@@ -67,6 +72,12 @@ class CorruptionError(DeltaError):
 
     kind = "corruption"
     exit_code = 22
+
+
+class OutOfMemoryError(DeltaError, MemoryError):
+    """This machine has no room for it. Ask for fewer leaves, or for less of them."""
+
+    kind = "out_of_memory"
 
 
 class StorageError(DeltaError, OSError):

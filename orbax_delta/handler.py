@@ -14,14 +14,15 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_delta import delegation, restore, save, steps
+from orbax_delta import delegation, fallback, save, steps, upkeep
 from orbax_delta.errors import InvalidInputError, NotFoundError
 from orbax_delta.manifests import MANIFEST_NAME
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import locate
 from orbax_delta.reports import RestoreReport, SaveReport
-from orbax_delta.save import ItemState, SaveRequest
+from orbax_delta.save import SaveRequest
 from orbax_delta.store import Folder
+from orbax_delta.upkeep import ItemState
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -111,13 +112,19 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
         Raises:
             NotFoundError: The step, or the store it needs, is not there.
             StructureError: The target does not fit the step.
-            CorruptionError: Something stored is damaged; nothing is returned.
+            CorruptionError: Something stored is damaged and nothing else of the root
+                holds it; it names the newest step that restores.
         """
         args = args or DeltaRestore()
         place = locate(str(directory))
         if delegation.written_by_orbax(Folder(place.item_url)):
             return delegation.restore(directory, args)
-        result = restore.run(place, delegation.target(args), self.options)
+        result = fallback.run(
+            place,
+            delegation.target(args),
+            self.options,
+            on_corruption=_on_corruption(args),
+        )
         self.last_restore_report = result.report
         if place.root_url is not None and result.base.store_uuid:
             state = self._states.setdefault((place.root_url, place.item), ItemState())
@@ -140,21 +147,19 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
         raise NotFoundError(f"{directory} holds no {MANIFEST_NAME}")
 
     def finalize(self, directory: epath.Path) -> None:
-        """Check that the step is there; nothing is left to do.
+        """Check that the step is there and this job's; nothing is left to do.
 
         Raises:
-            NotFoundError: It is not.
+            NotFoundError: It is not there.
+            ConflictError: Another job saved into the same folder.
         """
-        if steps.read_manifest(Folder(str(directory))) is None:
-            raise NotFoundError(
-                f"{directory} has no {MANIFEST_NAME} although its save ended well; "
-                "something removed it"
-            )
+        place = locate(str(directory))
+        upkeep.confirm(place, self._states.get((place.root_url or "", place.item)))
 
     def close(self) -> None:
         """Release pins and sweep; may be called more than once."""
         for state in self._states.values():
-            save.close(state, self.options)
+            upkeep.close(state, self.options)
 
 
 @ocp.args.register_with_handler(DeltaCheckpointHandler, for_save=True)
@@ -182,11 +187,16 @@ class DeltaRestore(ocp.args.CheckpointArgs):
             leaf to leave out. None: a plain tree of everything, as it was saved.
         partial_restore: Allow leaves of the step that the target does not have.
         strict: Refuse another shape; otherwise cut off or pad with zeros.
+        on_corruption: What to do about a step that is damaged and cannot be healed.
+            `"raise"`: an error that names the newest step that restores. `"fallback"`:
+            take the newest state before it that restores, log that as an error, and
+            name it in the handler's `last_restore_report`.
     """
 
     item: Any = None
     partial_restore: bool = False
     strict: bool = True
+    on_corruption: fallback.OnCorruption = "raise"
 
 
 def handler_registry(
@@ -211,6 +221,15 @@ def handler_registry(
         for args in (DeltaSave, DeltaRestore, *delegation.ORBAX_ARGS):
             registry.add(name, args, handler)
     return registry
+
+
+def _on_corruption(args: ocp.args.CheckpointArgs) -> fallback.OnCorruption:
+    value = getattr(args, "on_corruption", "raise")
+    if value not in ("raise", "fallback"):
+        raise InvalidInputError(
+            f'DeltaRestore.on_corruption is {value!r}; expected "raise" or "fallback"'
+        )
+    return "fallback" if value == "fallback" else "raise"
 
 
 def _options(values: Mapping[str, Any]) -> DeltaOptions:

@@ -5,6 +5,7 @@ what chunks decode to.
 """
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterator, Sequence
 
 from orbax_delta import marks, records
@@ -34,7 +35,7 @@ class PackState:
 
     Attributes:
         size_bytes: Its size.
-        readable: Whether it is there and its bytes could be read.
+        readable: Whether records can be read from it, one by one if not all at once.
         faults: What is wrong with it, in words.
     """
 
@@ -60,16 +61,13 @@ def store_faults(
     elif packs and not store.uuid:
         what = f"it is missing, beside {len(packs)} packs{_store_hint(wanted_uuids)}"
         yield Fault(what=what, file=store.url + STORE_FILE)
-    if packs and store.root.child(STORE_NAME).read(COMMIT_MARKER) is None:
-        what = (
-            "it is missing; without it Orbax may take the store for a leftover and "
-            "delete it. The next save writes it anew"
-        )
-        yield Fault(what=what, file=store.url + COMMIT_MARKER)
-    for folder in (store.pins, store.condemned):
-        yield from _mark_faults(folder)
+    if packs:
+        yield from _marker_faults(store)
+    yield from _mark_faults(store.pins, marks.PIN_NAME, "a pin")
+    yield from _mark_faults(store.condemned, marks.CONDEMNED_NAME, "a condemned mark")
     for pack in packs:
-        if not PACK_NAME.fullmatch(pack):
+        # Dot files are the file system's own (.nfs..., .DS_Store).
+        if not PACK_NAME.fullmatch(pack) and pack[0] != ".":
             what = "it is not named like a pack, so prune refuses to run; move it away"
             yield Fault(what=what, file=store.packs.url + pack)
 
@@ -82,14 +80,35 @@ def _store_hint(wanted_uuids: Collection[str]) -> str:
     return f". By the MANIFESTs of this root it must hold {document}"
 
 
-def _mark_faults(folder: Folder) -> Iterator[Fault]:
+def _marker_faults(store: DeltaStore) -> Iterator[Fault]:
+    data = store.root.child(STORE_NAME).read(COMMIT_MARKER)
+    if data is None:
+        what = (
+            "it is missing; without it Orbax may take the store for a leftover and "
+            "delete it. The next save writes it anew"
+        )
+        yield Fault(what=what, file=store.url + COMMIT_MARKER)
+    elif data:
+        what = f"it holds {len(data)} bytes, not none. The next save writes it anew"
+        yield Fault(what=what, file=store.url + COMMIT_MARKER)
+
+
+def _mark_faults(
+    folder: Folder, pattern: re.Pattern[str], kind: str
+) -> Iterator[Fault]:
     for name in folder.names():
-        data = folder.read(name)
+        data = None if name[0] == "." else folder.read(name)
+        if data is None:
+            continue
         try:
-            if data is not None:
-                marks.parse_mark(data, where=folder.url + name)
-        except FormatError as error:
-            yield Fault(what=str(error), file=folder.url + name)
+            marks.parse_mark(data, where=folder.url + name)
+        except (CorruptionError, FormatError) as error:
+            what = f"{error}. Until then prune refuses to run"
+            yield Fault(what=what, file=folder.url + name)
+            continue
+        if not pattern.fullmatch(name):
+            what = f"it is not named like {kind}, yet a prune goes by it; move it away"
+            yield Fault(what=what, file=folder.url + name)
 
 
 def inspect_pack(folder: Folder, name: str) -> PackState:
@@ -97,7 +116,8 @@ def inspect_pack(folder: Folder, name: str) -> PackState:
     try:
         data = folder.read(name)
     except StorageError as error:
-        return PackState(readable=False, faults=[str(error)])
+        # A bad sector of a local disk spoils the records in it, no others.
+        return PackState(readable="://" not in folder.url, faults=[str(error)])
     if data is None:
         return PackState(readable=False, faults=["the pack is missing"])
     return PackState(size_bytes=len(data), faults=list(_pack_faults(name, data)))

@@ -5,6 +5,7 @@ on structure and dtypes only. Does not belong here: chunks, records, Orbax.
 """
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from orbax_delta import chunks, dtypes, shardings, trees
 from orbax_delta.chunks import Box
-from orbax_delta.errors import InvalidInputError
+from orbax_delta.errors import CorruptionError, FormatError, InvalidInputError
 from orbax_delta.manifests import Json, LeafEntry, path_name
 
 HostShard = tuple[Box, np.ndarray]
@@ -208,6 +209,37 @@ def plain_value(entry: LeafEntry) -> bool | int | float | complex:
 
 
 def text_value(entry: LeafEntry, array: np.ndarray) -> str | bytes:
-    """The str or bytes leaf whose content is `array`."""
+    """The str or bytes leaf whose content is `array`.
+
+    Raises:
+        CorruptionError: A str leaf is not UTF-8.
+    """
     data = array.tobytes()
-    return data.decode("utf-8", "surrogatepass") if entry.kind == "str" else data
+    if entry.kind != "str":
+        return data
+    try:
+        return data.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise CorruptionError(
+            f"leaf {entry.name} is a str, but its content is not UTF-8: {error}"
+        ) from error
+
+
+def key_struct(entry: LeafEntry) -> Any:
+    """What typed keys a leaf of kind `key` holds: a struct of shape and dtype.
+
+    Raises:
+        FormatError: jax knows no such implementation, or the stored data are none of
+            its keys.
+    """
+    make = functools.partial(jax.random.wrap_key_data, impl=entry.value)
+    data: Any = jax.ShapeDtypeStruct(entry.shape, entry.element.dtype)  # type: ignore[no-untyped-call] # jax leaves it so
+    try:
+        return jax.eval_shape(make, data)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FormatError(
+            f"leaf {entry.name} holds typed keys of the implementation "
+            f"{entry.value!r:.80} in {entry.dtype} of shape {entry.shape}, which this "
+            f"jax cannot make ({error!s:.200}). Register the implementation before you "
+            "restore"
+        ) from error

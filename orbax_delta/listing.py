@@ -4,14 +4,21 @@ What cannot be read is listed with its error, so that one damaged file never hid
 rest. Does not belong here: rows, chunks, how a list is shown.
 """
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from orbax_delta import prune, steps
+from orbax_delta import bases, lost, prune, steps
 from orbax_delta.errors import DeltaError, NotFoundError, StorageError
 from orbax_delta.manifests import MANIFEST_NAME, Manifest
-from orbax_delta.places import TEMPORARY_SUFFIX, Place, locate
+from orbax_delta.places import (
+    MAX_MANIFEST_DEPTH,
+    SELF_CONTAINED_PACKS,
+    TEMPORARY_SUFFIX,
+    Place,
+    locate,
+)
 from orbax_delta.reports import SaveReport
 from orbax_delta.store import STORE_FILE, STORE_NAME, DeltaStore, Folder
 
@@ -23,21 +30,27 @@ _MAX_TRIES = 50
 _MAX_NAMED = 12
 
 
+def is_base(key: str) -> bool:
+    """Whether a key of a root lies in its store: it is of a kept base."""
+    return key.startswith(f"{STORE_NAME}/")
+
+
 def no_progress(what: str, done: int, total: int) -> None:
     """For callers that show none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One MANIFEST below a root.
+    """One MANIFEST below a root, or a part that has lost its MANIFEST.
 
     Attributes:
         key: Key of the MANIFEST, relative to the root.
-        step: Folder of its step, relative to the root.
+        step: Folder of its step, or of the kept base, relative to the root.
         place: Where it lies.
         manifest: What it says; None if it cannot be read.
         report: The report kept in it; None if that cannot be read.
         error: Why one of them cannot be read.
+        lost_part: Key of a part that lies there, if the MANIFEST does not.
     """
 
     key: str
@@ -46,6 +59,12 @@ class Item:
     manifest: Manifest | None
     report: SaveReport | None
     error: DeltaError | None
+    lost_part: str = ""
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is a copy that the store keeps."""
+        return is_base(self.key)
 
     @property
     def finished(self) -> bool:
@@ -54,6 +73,8 @@ class Item:
 
     def answers_to(self, wanted: str) -> bool:
         """Whether a user who writes `wanted` means this step."""
+        if self.is_base:
+            return wanted == self.step
         return wanted in (self.step, self.place.step_name) or (
             wanted.isdecimal() and self.place.step == int(wanted)
         )
@@ -68,6 +89,7 @@ class Root:
         store: Its store; without identity where STORE.json is missing or damaged.
         store_error: Why the identity is not known; None too where there is no store.
         items: Items saved by this package, in order of their steps.
+        bases: States that the store keeps, oldest first.
         others: Steps saved by other handlers, as their folders.
     """
 
@@ -75,23 +97,29 @@ class Root:
     store: DeltaStore
     store_error: DeltaError | None
     items: Sequence[Item]
+    bases: Sequence[Item]
     others: Sequence[str]
 
+    @property
+    def everything(self) -> Sequence[Item]:
+        """Items of steps, then kept bases."""
+        return (*self.items, *self.bases)
+
     def select(self, wanted: Sequence[str]) -> list[Item]:
-        """The items of the named steps; all of them where none is named.
+        """The items of the named steps; where none is named all, with kept bases.
 
         Raises:
             NotFoundError: There is no such step.
         """
         for name in wanted:
-            if not any(item.answers_to(name) for item in self.items):
+            if not any(item.answers_to(name) for item in self.everything):
                 raise NotFoundError(
                     f"{self.folder.url} holds no step {name!r} saved by orbax_delta; "
                     + _there_are(list(dict.fromkeys(item.step for item in self.items)))
                 )
         return [
             item
-            for item in self.items
+            for item in self.everything
             if not wanted or any(item.answers_to(name) for name in wanted)
         ]
 
@@ -119,19 +147,24 @@ def read_root(url: str, progress: Progress = no_progress) -> Root:
     keys = sorted(prune.manifest_keys(store))
     items = []
     for done, key in enumerate(keys):
-        item = _read_item(folder, key)
+        item = _read_item(folder, key, store)
         if item is not None:
             items.append(item)
         progress("MANIFESTs", done + 1, len(keys))
+    kept = [item for item in items if item.is_base]
+    kept.sort(key=lambda item: item.manifest.wall_time if item.manifest else 0.0)
+    items = [item for item in items if not item.is_base]
+    items += _lost_items(store, {item.key for item in items})
     items.sort(key=lambda item: (item.place.step is None, item.place.step, item.key))
     root = Root(
         folder=folder,
         store=store,
         store_error=store_error,
         items=items,
+        bases=kept,
         others=_steps_of_others(folder, items),
     )
-    if not (items or root.others or store.uuid or store.packs.names()):
+    if not (root.everything or root.others or store.uuid or store.packs.names()):
         raise NotFoundError(_nothing_here(folder))
     return root
 
@@ -144,23 +177,28 @@ def _open_store(folder: Folder) -> tuple[DeltaStore, DeltaError | None]:
     return store or DeltaStore(folder, ""), None
 
 
-def _read_item(folder: Folder, key: str) -> Item | None:
+def _read_item(folder: Folder, key: str, store: DeltaStore) -> Item | None:
     """The item of a MANIFEST; None if it has vanished since it was found."""
     path = key.removesuffix(MANIFEST_NAME).rstrip("/")
     place = locate(folder.url + path)
     manifest, report, error = None, None, None
     try:
-        manifest = steps.read_manifest(Folder(place.item_url))
-        if manifest is None:
+        found = steps.read_manifest(Folder(place.item_url))
+        if found is None:
             return None
-        report = SaveReport.from_document(manifest.report)
-    except DeltaError as found:
-        error = found
+        if is_base(key):
+            bases.check_attempt(found, place.item_url)
+        manifest = found
+        report = SaveReport.from_document(manifest.report, where=folder.url + key)
+    except DeltaError as caught:
+        error = caught
     if manifest is not None and manifest.self_contained:
         # Only a MANIFEST can tell: the folder's name may look like a manager's.
-        name = place.item_url.rstrip("/").rpartition("/")[2]
-        place = Place(item_url=place.item_url, step_name=name, item="", root_url=None)
+        place = _self_contained(place)
     inside = path if place.root_url is None else path.rpartition("/")[0]
+    if is_base(key):
+        inside = path
+        place = bases.place_of(store, manifest) if manifest else place
     return Item(
         key=key,
         step=inside or place.step_name,
@@ -171,16 +209,50 @@ def _read_item(folder: Folder, key: str) -> Item | None:
     )
 
 
+def _self_contained(place: Place) -> Place:
+    name = place.item_url.rstrip("/").rpartition("/")[2]
+    return Place(item_url=place.item_url, step_name=name, item="", root_url=None)
+
+
+def _lost_items(store: DeltaStore, known: Collection[str]) -> list[Item]:
+    """Steps that have lost their MANIFEST."""
+    parts = _find(store.root, "part-*", MAX_MANIFEST_DEPTH)
+    return [
+        _lost_item(store.root, key, part)
+        for key, part in lost.lost_manifests(store, parts, known).items()
+    ]
+
+
+def _lost_item(folder: Folder, key: str, part: str) -> Item:
+    path = key.removesuffix(MANIFEST_NAME).rstrip("/")
+    place = locate(folder.url + path)
+    if Folder(place.item_url).child(SELF_CONTAINED_PACKS).names():
+        place = _self_contained(place)
+    inside = path if place.root_url is None else path.rpartition("/")[0]
+    return Item(
+        key=key,
+        step=inside or place.step_name,
+        place=place,
+        manifest=None,
+        report=None,
+        error=lost.loss(place, part),
+        lost_part=part,
+    )
+
+
 def _steps_of_others(folder: Folder, items: Sequence[Item]) -> list[str]:
     """Folders that Orbax calls a checkpoint and that hold no MANIFEST of ours."""
     ours = {item.key.partition("/")[0] for item in items}
+    found = _find(folder, _ORBAX_METADATA, 1)
+    names = {key.rpartition("/")[0] for key in found} - {""}
+    return sorted(names - ours, key=lambda name: (len(name), name))
+
+
+def _find(folder: Folder, name: str, max_depth: int) -> list[str]:
     for _ in range(_MAX_TRIES):
-        try:
-            found = folder.find(_ORBAX_METADATA, max_depth=1, skip=STORE_NAME)
-        except FileNotFoundError:
-            continue  # a step was renamed or deleted while it was read
-        names = {key.rpartition("/")[0] for key in found} - {""}
-        return sorted(names - ours, key=lambda name: (len(name), name))
+        # Not found is a step that was renamed or deleted while it was read.
+        with contextlib.suppress(FileNotFoundError):
+            return folder.find(name, max_depth=max_depth, skip=STORE_NAME)
     raise StorageError(
         f"the folders below {folder.url} kept changing while they were listed. Try "
         "again when fewer steps come and go"

@@ -7,49 +7,52 @@ checks the version before anything else, then digest, then each field. Pure byte
 
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-import zstandard
-
-from orbax_delta import dtypes
-from orbax_delta.codecs import decompress
+from orbax_delta import dtypes, fields, jsontext
+from orbax_delta.chunks import MAX_DIMENSIONS
 from orbax_delta.errors import (
     CorruptionError,
     FormatError,
     InvalidInputError,
     UnsupportedVersionError,
 )
+from orbax_delta.fields import Json as Json
+from orbax_delta.frames import compress_text, decompress_text
 from orbax_delta.records import FORMAT_VERSION, digest
 
 MANIFEST_NAME = "MANIFEST"
 _MAGIC = "ORBAX-DELTA-MANIFEST"
 _HEADER = re.compile(rb"ORBAX-DELTA-MANIFEST (\d{1,9}) ([0-9a-f]{32}) (\d{1,12})\n")
+_VERSION = re.compile(rb"ORBAX-DELTA-MANIFEST (\d{1,9})(?!\d)")
 _MAX_HEADER_BYTES = 80
 _ZSTD_LEVEL = 9
 
 KNOWN_FEATURES: frozenset[str] = frozenset()
 
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
-PACK_NAME = re.compile(r"([0-9a-f]{32})-p\d{1,9}-\d{1,9}")
-PART_NAME = re.compile(r"part-([0-9a-f]{32})-p\d{1,9}")
+PACK_NAME = re.compile(r"([0-9a-f]{32})-p\d{1,9}-\d{1,9}", re.ASCII)
+PART_NAME = re.compile(r"part-([0-9a-f]{32})-p\d{1,9}", re.ASCII)
 
 ARRAY_KINDS = frozenset({"jax", "numpy", "numpy_scalar", "key", "str", "bytes"})
 """Leaf kinds whose content lies in chunks."""
+_TEXT_KINDS = frozenset({"str", "bytes"})
+_PLACED_KINDS = frozenset({"jax", "key"})
 VALUE_KINDS = frozenset({"int", "float", "bool", "complex"})
 """Leaf kinds whose value lies in the MANIFEST."""
 
-Json = Any
-"""A value made of dict, list, str, int, float, bool and None."""
-
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_STORE_UUID = re.compile(r"([0-9a-f]{32})?")
 _INT = re.compile(r"-?0x[0-9a-f]+")
 _FLOAT = re.compile(r"[0-9a-f]{16}")
 
+# Whatever type a leaf is cast to, its size is a number of 63 bits.
+_LARGEST_ITEM_BYTES = 16
+
 _NONE = type(None)
-_Types = tuple[type, ...]
-_MANIFEST_FIELDS: Mapping[str, _Types] = {
+_MANIFEST_FIELDS: Mapping[str, fields.Types] = {
     "attempt": (str,),
     "step": (int, _NONE),
     "item": (str,),
@@ -69,7 +72,7 @@ _MANIFEST_FIELDS: Mapping[str, _Types] = {
     "custom_metadata": (dict, list, str, int, float, bool, _NONE),
     "required_features": (list,),
 }
-_LEAF_FIELDS: Mapping[str, _Types] = {
+_LEAF_FIELDS: Mapping[str, fields.Types] = {
     "path": (list,),
     "kind": (str,),
     "dtype": (str,),
@@ -77,7 +80,7 @@ _LEAF_FIELDS: Mapping[str, _Types] = {
     "sharding": (int,),
     "value": (str, bool, list, _NONE),
 }
-_PART_FIELDS: Mapping[str, _Types] = {
+_PART_FIELDS: Mapping[str, fields.Types] = {
     "name": (str,),
     "length": (int,),
     "digest": (str,),
@@ -109,6 +112,14 @@ class LeafEntry:
     def element(self) -> dtypes.ElementType:
         """Layout of the stored elements; only for ARRAY_KINDS."""
         return dtypes.element_type_of(self.dtype)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the array in memory; sizes of 0 count as 1, as they do in numpy."""
+        if self.kind not in ARRAY_KINDS:
+            return 0
+        sizes = (max(size, 1) for size in self.shape)
+        return math.prod(sizes) * self.element.dtype.itemsize
 
     @property
     def name(self) -> str:
@@ -188,7 +199,7 @@ class Manifest:
     def full_bytes(self) -> int:
         """Raw bytes of the step's arrays."""
         return sum(
-            entry.element.content_bytes(_product(entry.shape))
+            entry.element.content_bytes(math.prod(entry.shape))
             for entry in self.leaves
             if entry.kind in ARRAY_KINDS
         )
@@ -214,7 +225,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     text = json.dumps(
         document, sort_keys=True, separators=(",", ":"), allow_nan=False
     ).encode()
-    body = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(text)
+    body = compress_text(text, _ZSTD_LEVEL)
     header = f"{_MAGIC} {FORMAT_VERSION} {digest(body).hex()} {len(text)}\n"
     return header.encode() + body
 
@@ -231,89 +242,112 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
         UnsupportedVersionError: A newer format or an unknown required feature.
         CorruptionError: Its digest or length does not match.
     """
-    match = _HEADER.match(data[:_MAX_HEADER_BYTES])
+    head = data[:_MAX_HEADER_BYTES]
+    _check_version(head, where)
+    match = _HEADER.match(head)
     if match is None:
         raise FormatError(
             f"{where} does not begin with a {_MAGIC} line; it is damaged or not "
             "written by orbax_delta"
         )
-    version = int(match[1])
-    if version != FORMAT_VERSION:
-        raise UnsupportedVersionError(
-            f"{where} has format version {version}; this package reads "
-            f"{FORMAT_VERSION}. Upgrade orbax_delta"
-        )
     body = data[match.end() :]
     if digest(body).hex() != match[2].decode():
         raise CorruptionError(f"the digest of {where} does not match its header")
     try:
-        text = decompress(body, int(match[3]))
+        text = decompress_text(body, int(match[3]))
     except CorruptionError as error:
         raise CorruptionError(f"{where} does not unpack: {error}") from error
     try:
-        document = json.loads(text)
-        unknown = set(map(str, document["required_features"])) - KNOWN_FEATURES
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FormatError(f"{where} is not the document of a step: {error}") from error
+        document = jsontext.parse(text)
+        features = document["required_features"]
+        if type(features) is not list or {*map(type, features)} - {str}:
+            raise InvalidInputError(f"its features are {fields.short(features)}")
+    except (ValueError, TypeError, KeyError) as error:
+        raise FormatError(
+            f"{where} is not the document of a step: {error!s:.300}"
+        ) from error
+    unknown = set(features) - KNOWN_FEATURES
     if unknown:
         raise UnsupportedVersionError(
-            f"{where} needs the features {sorted(unknown)}, which this package does "
-            "not know. Upgrade orbax_delta"
+            f"{where} needs the features {fields.short(sorted(unknown))}, which this "
+            "package does not know. Upgrade orbax_delta"
         )
     return _from_document(document, where)
 
 
+def _check_version(head: bytes, where: str) -> None:
+    """Raise for another version, whatever else a newer one has changed."""
+    match = _VERSION.match(head)
+    if match is not None and int(match[1]) != FORMAT_VERSION:
+        raise UnsupportedVersionError(
+            f"{where} has format version {int(match[1])}; this package reads "
+            f"{FORMAT_VERSION}. Upgrade orbax_delta"
+        )
+
+
 def _from_document(document: dict[str, Json], where: str) -> Manifest:
     try:
-        _check_fields(document, _MANIFEST_FIELDS)
+        fields.check(document, _MANIFEST_FIELDS)
         table = document.pop("shardings")
+        for sharding in table:
+            fields.check_sharding(sharding)
         leaves = tuple(_leaf(entry, table) for entry in document["leaves"])
         parts = tuple(_part(entry) for entry in document["parts"])
-    except (TypeError, KeyError, ValueError) as error:
+        for name, good in _rules(document, leaves, parts):
+            if not good:
+                raise InvalidInputError(
+                    f"the field {name!r} breaks the format: "
+                    f"{fields.short(document[name])}"
+                )
+    except InvalidInputError as error:
         raise FormatError(
             f"{where} describes the step, a leaf or a part wrongly: {error}"
         ) from error
-    packs = document["packs"]
-    paths = {leaf.path for leaf in leaves}
-    named = [PART_NAME.fullmatch(part.name) for part in parts]
-    _require(where, "attempt", _ATTEMPT.fullmatch(document["attempt"]))
-    _require(where, "packs", all(type(pack) is str for pack in packs))
-    _require(where, "packs", all(map(PACK_NAME.fullmatch, packs)))
-    _require(where, "packs", len(set(packs)) == len(packs))
-    _require(where, "leaves", len(paths) == len(leaves))
-    for match in named:
-        _require(where, "parts", match and match[1] == document["attempt"])
     return Manifest(**{**document, "leaves": leaves, "parts": parts})
 
 
-def _require(where: str, field: str, good: object) -> None:
-    if not good:
-        raise FormatError(f"{where} has a field {field!r} that breaks the format")
-
-
-def _check_fields(document: Json, fields: Mapping[str, _Types]) -> None:
-    if type(document) is not dict or set(document) != set(fields):
-        found = sorted(document) if type(document) is dict else document
-        raise InvalidInputError(f"found the fields {found}; expected {sorted(fields)}")
-    for name, types in fields.items():
-        if type(document[name]) not in types:
-            raise InvalidInputError(f"the field {name!r} is {document[name]!r:.80}")
+def _rules(
+    document: Mapping[str, Json],
+    leaves: Sequence[LeafEntry],
+    parts: Sequence[PartEntry],
+) -> Iterator[tuple[str, object]]:
+    """What a MANIFEST must fulfil beyond the types of its fields, by field."""
+    packs = document["packs"]
+    yield "attempt", _ATTEMPT.fullmatch(document["attempt"])
+    yield "step", fields.is_step(document["step"])
+    yield "wall_time", fields.is_time(document["wall_time"])
+    yield "save_index", fields.is_count(document["save_index"])
+    yield "predecessor", fields.is_predecessor(document["predecessor"])
+    yield "store_uuid", _STORE_UUID.fullmatch(document["store_uuid"])
+    yield "options", fields.holds(document["options"])
+    yield "versions", fields.holds(document["versions"], (str,))
+    yield "custom_metadata", fields.is_shallow(document["custom_metadata"])
+    yield "packs", all(type(pack) is str for pack in packs)
+    yield "packs", all(map(PACK_NAME.fullmatch, packs))
+    yield "packs", len(set(packs)) == len(packs)
+    yield "leaves", len({leaf.path for leaf in leaves}) == len(leaves)
+    yield "leaves", sum(leaf.memory_bytes for leaf in leaves) <= fields.MAX_COUNT
+    yield "parts", len({part.name for part in parts}) == len(parts)
+    for part in parts:
+        match = PART_NAME.fullmatch(part.name)
+        yield "parts", match and match[1] == document["attempt"]
 
 
 def _part(document: Json) -> PartEntry:
-    _check_fields(document, _PART_FIELDS)
+    fields.check(document, _PART_FIELDS)
     part = PartEntry(**document)
-    if min(part.length, part.rows) < 0 or not _DIGEST.fullmatch(part.digest):
-        raise InvalidInputError(f"there can be no part like {part}")
+    counts = fields.is_count(part.length) and fields.is_count(part.rows)
+    if not counts or not _DIGEST.fullmatch(part.digest):
+        raise InvalidInputError(f"there can be no part like {fields.short(document)}")
     return part
 
 
 def _leaf(document: Json, shardings: Sequence[Json]) -> LeafEntry:
-    _check_fields(document, _LEAF_FIELDS)
+    fields.check(document, _LEAF_FIELDS)
     if document["sharding"] not in range(len(shardings)):
-        raise InvalidInputError(f"there is no sharding {document['sharding']!r}")
+        raise InvalidInputError(f"there is no sharding {document['sharding']!r:.80}")
     if not all(type(key) is str for key in document["path"]):
-        raise InvalidInputError(f"a leaf has the path {document['path']!r}")
+        raise InvalidInputError(f"a leaf has the path {fields.short(document['path'])}")
     entry = LeafEntry(
         **{
             **document,
@@ -322,19 +356,41 @@ def _leaf(document: Json, shardings: Sequence[Json]) -> LeafEntry:
             "sharding": shardings[document["sharding"]],
         }
     )
+    name = f"{entry.name:.300}"
     if entry.kind not in ARRAY_KINDS | VALUE_KINDS:
+        raise InvalidInputError(f"leaf {name} has the unknown kind {entry.kind!r:.80}")
+    if not _is_shape(entry.kind, entry.shape):
         raise InvalidInputError(
-            f"leaf {entry.name} has the unknown kind {entry.kind!r}"
+            f"leaf {name} has the shape {fields.short(document['shape'])}"
         )
-    if any(type(size) is not int or size < 0 for size in entry.shape):
-        raise InvalidInputError(f"leaf {entry.name} has the shape {entry.shape}")
     if entry.kind in ARRAY_KINDS:
         _ = entry.element
     elif entry.dtype or entry.shape:
-        raise InvalidInputError(f"leaf {entry.name} is no array but has a dtype")
+        raise InvalidInputError(f"leaf {name} is no array but has a dtype")
+    if entry.kind in _TEXT_KINDS and entry.dtype != "uint8":
+        raise InvalidInputError(f"leaf {name} is text in {entry.dtype}, not in uint8")
+    if entry.memory_bytes > fields.MAX_COUNT // _LARGEST_ITEM_BYTES:
+        raise InvalidInputError(f"leaf {name} of shape {entry.shape} is too large")
+    if entry.sharding is not None and entry.kind not in _PLACED_KINDS:
+        raise InvalidInputError(f"leaf {name} is no jax array but has a sharding")
     if not _is_value(entry.kind, entry.value):
-        raise InvalidInputError(f"leaf {entry.name} has the value {entry.value!r:.80}")
+        value = fields.short(entry.value)
+        raise InvalidInputError(f"leaf {name} has the value {value}")
     return entry
+
+
+def _is_shape(kind: str, shape: Sequence[Json]) -> bool:
+    """Whether a leaf of this kind may have it, apart from its size in bytes."""
+    if len(shape) > MAX_DIMENSIONS or not all(map(fields.is_count, shape)):
+        return False
+    match kind:
+        case "str" | "bytes":
+            return len(shape) == 1
+        case "numpy_scalar":
+            return len(shape) == 0
+        case "key":
+            return len(shape) >= 1
+    return True
 
 
 def _is_value(kind: str, value: Json) -> bool:
@@ -352,10 +408,3 @@ def _is_value(kind: str, value: Json) -> bool:
         case "key":
             return type(value) is str
     return value is None
-
-
-def _product(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

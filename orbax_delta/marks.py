@@ -5,14 +5,21 @@ pins. Whatever the order, one of them sees the other.
 """
 
 import dataclasses
-import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from orbax_delta.errors import FormatError, UnsupportedVersionError
+from orbax_delta import jsontext
+from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
 from orbax_delta.manifests import PACK_NAME
 from orbax_delta.owners import Owner
 from orbax_delta.records import FORMAT_VERSION
 from orbax_delta.store import Folder
+
+PIN_NAME = re.compile(r"([0-9a-f]{32})-p\d{1,9}")
+CONDEMNED_NAME = re.compile(r"[0-9a-f]{32}")
+
+_REMEDY = "when no job is saving to this root, remove it"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,38 +36,48 @@ class Mark:
 
     def encode(self) -> bytes:
         """JSON bytes."""
-        document = {
-            "format_version": FORMAT_VERSION,
-            "owner": dataclasses.asdict(self.owner),
-            "packs": list(self.packs),
-        }
-        return json.dumps(document, sort_keys=True).encode()
+        return jsontext.sealed(
+            {
+                "format_version": FORMAT_VERSION,
+                "owner": dataclasses.asdict(self.owner),
+                "packs": list(self.packs),
+            }
+        )
 
 
 def parse_mark(data: bytes, *, where: str) -> Mark:
     """Read a pin or condemned mark.
 
     Raises:
-        FormatError: It is damaged.
+        FormatError: It is no such file.
+        CorruptionError: Its digest does not match.
         UnsupportedVersionError: A newer format wrote it.
     """
     try:
-        document = json.loads(data)
+        document = jsontext.parse(data)
         version = document["format_version"]
-        if version != FORMAT_VERSION:
-            raise UnsupportedVersionError(
-                f"{where} has format version {version}; this package reads "
-                f"{FORMAT_VERSION}. Upgrade orbax_delta"
-            )
+    except (ValueError, TypeError, KeyError) as error:
+        raise FormatError(f"{where} is damaged ({error}); {_REMEDY}") from error
+    if version != FORMAT_VERSION:
+        raise UnsupportedVersionError(
+            f"{where} has format version {version!r:.80}; this package reads "
+            f"{FORMAT_VERSION}. Upgrade orbax_delta"
+        )
+    try:
+        jsontext.check_seal(document)
+    except ValueError as error:
+        raise CorruptionError(f"{where} is damaged ({error}); {_REMEDY}") from error
+    return _mark_of(document, where)
+
+
+def _mark_of(document: Mapping[str, Any], where: str) -> Mark:
+    try:
         owner = Owner(**document["owner"])
         packs = tuple(document["packs"])
         if not _is_process(owner) or not all(map(PACK_NAME.fullmatch, packs)):
             raise ValueError(f"it names {owner} and {packs}")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FormatError(
-            f"{where} is damaged ({error}); when no job is saving to this root, "
-            "remove it"
-        ) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise FormatError(f"{where} is damaged ({error}); {_REMEDY}") from error
     return Mark(owner=owner, packs=packs)
 
 

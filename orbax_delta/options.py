@@ -28,6 +28,9 @@ class DeltaOptions:
             of its full record.
         refresh_every: An unchanged chunk is written anew after this many saves (the
             first time after up to twice as many, spread by a hash of the chunk).
+        keep_bases: States that the store keeps restorable whatever steps are deleted:
+            the newest of those taken every `full_every` saves, and older ones that
+            share no file with it and each other; 0 keeps none.
         threads: Worker threads for coding; None takes one per core, at most 16.
         auto_prune: Remove dead packs after a save when the set of steps has changed.
 
@@ -41,6 +44,7 @@ class DeltaOptions:
     max_chain: int = 20
     read_budget: float = 2.0
     refresh_every: int = 30
+    keep_bases: int = 2
     threads: int | None = None
     auto_prune: bool = True
 
@@ -50,6 +54,7 @@ class DeltaOptions:
         _check_int("full_every", self.full_every, 0, MAX_CHAIN_LIMIT - 1)
         _check_int("max_chain", self.max_chain, 1, MAX_CHAIN_LIMIT)
         _check_int("refresh_every", self.refresh_every, 1, 30_000)
+        _check_int("keep_bases", self.keep_bases, 0, 100)
         if self.threads is not None:
             _check_int("threads", self.threads, 1, 256)
         if type(self.read_budget) not in (int, float) or not (

@@ -41,6 +41,10 @@ class Owner:
         return self.start != _start_time(self.pid)
 
 
+NOBODY = Owner(host="", pid=1, start="")
+"""Owner of a mark that is to outlive the process that writes it."""
+
+
 def this_process() -> Owner:
     """The process that calls."""
     return Owner(host=_host(), pid=os.getpid(), start=_start_time(os.getpid()))

@@ -9,20 +9,20 @@ import struct
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import zstandard
 
-from orbax_delta.chunks import Box
-from orbax_delta.codecs import FORM_NUMBERS, Form, decompress
+from orbax_delta.chunks import MAX_DIMENSIONS, Box
+from orbax_delta.codecs import FORM_NUMBERS, Form
 from orbax_delta.dtypes import CAST_WORD_BYTES, RULE_NUMBERS, Rule, source_bytes
 from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
+from orbax_delta.frames import compress_text, decompress_text
 from orbax_delta.options import MAX_CHAIN_LIMIT
 from orbax_delta.records import DIGEST_BYTES, FORMAT_VERSION
 
 PART_MAGIC = b"ODPART\r\n"
 _HEAD = struct.Struct("<8sHHIIIQ16s")
+_VERSION_HEAD = struct.Struct("<8sH")
 _INLINE = 0xFFFFFFFF
 _MAX_ROWS = 1 << 26
-_MAX_DIMENSIONS = 64
 _ZSTD_LEVEL = 3
 
 
@@ -106,7 +106,7 @@ def encode_part(attempt: bytes, rows: Sequence[Row], packs: Sequence[str]) -> by
         len(body),
         attempt,
     )
-    return head + zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(body)
+    return head + compress_text(body, _ZSTD_LEVEL)
 
 
 def _inline_word(ref: Ref) -> tuple[int, int]:
@@ -115,13 +115,19 @@ def _inline_word(ref: Ref) -> tuple[int, int]:
 
 
 def parse_part(
-    data: bytes, *, attempt: bytes, packs: Sequence[str], words: Sequence[int]
+    data: bytes,
+    *,
+    attempt: bytes,
+    rows: int,
+    packs: Sequence[str],
+    words: Sequence[int],
 ) -> Iterator[Row]:
     """Rows of a part whose digest the caller has checked.
 
     Args:
         data: The whole part.
         attempt: The attempt that the MANIFEST names for it.
+        rows: Number of rows that the MANIFEST gives.
         packs: The MANIFEST's pack names.
         words: Word size of each leaf of the MANIFEST, in bytes; 0 for no array.
 
@@ -130,26 +136,27 @@ def parse_part(
         FormatError: It is not a part of this attempt.
         CorruptionError: A count, index or value is out of range.
     """
+    _check_version(data)
     if len(data) < _HEAD.size:
         raise CorruptionError(f"a part of {len(data)} bytes has no header")
-    magic, version, flags, row_count, ref_count, bound_count, body_bytes, owner = (
+    _, _, flags, row_count, ref_count, bound_count, body_bytes, owner = (
         _HEAD.unpack_from(data)
     )
-    if magic != PART_MAGIC:
-        raise FormatError(f"a part begins with {magic!r}; expected {PART_MAGIC!r}")
-    if version != FORMAT_VERSION:
-        raise UnsupportedVersionError(
-            f"a part has format version {version}; this package reads "
-            f"{FORMAT_VERSION}. Upgrade orbax_delta"
-        )
     if owner != attempt:
         raise FormatError(
             f"a part was written by attempt {owner.hex()}; expected {attempt.hex()}"
         )
-    if flags or bound_count > 2 * _MAX_DIMENSIONS * row_count:
+    # Counts of lists and boxes follow from that of the rows, which the MANIFEST knows.
+    if row_count != rows:
+        raise CorruptionError(f"a part holds {row_count} rows, not {rows}")
+    fits = (
+        bound_count <= 2 * MAX_DIMENSIONS * row_count
+        and row_count <= ref_count <= MAX_CHAIN_LIMIT * row_count
+    )
+    if flags or not fits:
         raise CorruptionError(
-            f"a part has flags {flags} and {bound_count} bounds for {row_count} rows; "
-            "no such part in this format version"
+            f"a part has flags {flags}, {bound_count} bounds and {ref_count} records "
+            f"for {row_count} rows; no such part in this format version"
         )
     expected = row_count * (11 + DIGEST_BYTES) + bound_count * 8 + ref_count * 13
     if body_bytes != expected or max(row_count, ref_count) > _MAX_ROWS:
@@ -157,9 +164,23 @@ def parse_part(
             f"a part announces {body_bytes} bytes for {row_count} rows and "
             f"{ref_count} records; expected {expected}"
         )
-    body = memoryview(decompress(data[_HEAD.size :], body_bytes))
+    body = memoryview(decompress_text(memoryview(data)[_HEAD.size :], body_bytes))
     columns = _Columns.split(body, row_count, ref_count, bound_count)
     return columns.rows(packs, words)
+
+
+def _check_version(data: bytes) -> None:
+    """Magic and version, which come before anything that another version changes."""
+    if len(data) < _VERSION_HEAD.size:
+        raise CorruptionError(f"a part of {len(data)} bytes is cut off")
+    magic, version = _VERSION_HEAD.unpack_from(data)
+    if magic != PART_MAGIC:
+        raise FormatError(f"a part begins with {magic!r}; expected {PART_MAGIC!r}")
+    if version != FORMAT_VERSION:
+        raise UnsupportedVersionError(
+            f"a part has format version {version}; this package reads "
+            f"{FORMAT_VERSION}. Upgrade orbax_delta"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,24 @@
 """Removing packs that nothing names any more: plan, then execute. No clocks.
 
-What a MANIFEST anywhere below the root or a pin names is alive. A prune first writes
-what it is about to delete, then looks again: either it sees the pin of a save that
-builds on it, or that save sees the mark. Anything unreadable stops it.
+What a MANIFEST anywhere below the root, a kept base or a pin names is alive. A prune
+first writes what it is about to delete, then looks again: either it sees the pin of a
+save that builds on it, or that save sees the mark. Anything unreadable stops it.
 """
 
+import contextlib
 import dataclasses
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from orbax_delta import owners
-from orbax_delta.errors import FormatError, StorageError
-from orbax_delta.manifests import MANIFEST_NAME, PACK_NAME, parse_manifest
+from orbax_delta import bases, owners
+from orbax_delta.errors import (
+    CorruptionError,
+    FormatError,
+    StorageError,
+    UnsupportedVersionError,
+)
+from orbax_delta.manifests import MANIFEST_NAME, PACK_NAME, Manifest, parse_manifest
 from orbax_delta.marks import Mark, read_marks
 from orbax_delta.places import MAX_MANIFEST_DEPTH
 from orbax_delta.store import STORE_NAME, DeltaStore
@@ -20,6 +26,9 @@ from orbax_delta.store import STORE_NAME, DeltaStore
 _logger = logging.getLogger("orbax_delta")
 
 _MAX_TRIES = 50
+
+# Marks of prunes of this process that ended, but the storage would not delete the mark.
+_abandoned: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +38,10 @@ class PrunePlan:
     Attributes:
         dead: Packs that nothing names.
         live: Packs that something names.
-        manifests: MANIFESTs found, relative to the root.
+        manifests: MANIFESTs found, those of kept bases too, relative to the root.
         pins: Pins of processes that run, or ran elsewhere.
-        stale: Pins and condemned marks of processes known to be dead, as
-            `pins/<name>` and `condemned/<name>`.
+        stale: Pins and condemned marks of processes known to be dead, and bases
+            half copied by them, as `pins/<name>`, `condemned/<name>`, `bases/<name>`.
     """
 
     dead: Sequence[str]
@@ -43,20 +52,19 @@ class PrunePlan:
 
 
 def manifest_keys(store: DeltaStore) -> frozenset[str]:
-    """Where the MANIFESTs of a root lie, whatever folders Orbax has made.
+    """Where the MANIFESTs of a root lie: of kept bases, and in folders of any name.
 
     Raises:
         StorageError: Folders kept appearing and vanishing.
     """
     for _ in range(_MAX_TRIES):
         try:
-            return frozenset(
-                store.root.find(
-                    MANIFEST_NAME, max_depth=MAX_MANIFEST_DEPTH, skip=STORE_NAME
-                )
+            found = store.root.find(
+                MANIFEST_NAME, max_depth=MAX_MANIFEST_DEPTH, skip=STORE_NAME
             )
         except FileNotFoundError:
             continue  # a step was renamed or deleted while it was read
+        return frozenset(found).union(bases.manifest_keys(store))
     raise StorageError(
         f"the folders below {store.root.url} kept changing while they were listed; "
         "nothing was deleted. Prune again when fewer steps come and go"
@@ -76,6 +84,8 @@ def plan(store: DeltaStore, *, break_pins: bool = False) -> PrunePlan:
         UnsupportedVersionError: Something was written by a newer format.
         CorruptionError: A MANIFEST is damaged.
     """
+    # Before the pins: who is still copying a base now has its pin until that is done.
+    halves = bases.leftovers(store)
     pins = read_marks(store.pins)
     condemned = read_marks(store.condemned)
     stale_pins = _stale(pins, break_pins)
@@ -92,8 +102,12 @@ def plan(store: DeltaStore, *, break_pins: bool = False) -> PrunePlan:
         live=sorted(set(everything) - set(dead)),
         manifests=sorted(manifests),
         pins=sorted(alive),
-        stale=[f"pins/{name}" for name in stale_pins]
-        + [f"condemned/{name}" for name in _stale(condemned, break_pins)],
+        stale=[
+            *(f"pins/{name}" for name in stale_pins),
+            *(f"condemned/{name}" for name in _stale(condemned, break_pins)),
+            *(f"condemned/{name}" for name in _void(condemned, there)),
+            *(f"bases/{name}" for name in halves if not _is_pinned(name, alive)),
+        ],
     )
 
 
@@ -102,7 +116,21 @@ def _stale(marks: Mapping[str, Mark], break_all: bool) -> list[str]:
     return sorted(
         name
         for name, mark in marks.items()
-        if mark.owner.known_dead or (break_all and mark.owner.host != this.host)
+        if mark.owner != owners.NOBODY
+        and (
+            mark.owner.known_dead
+            or name in _abandoned
+            or (break_all and mark.owner.host != this.host)
+        )
+    )
+
+
+def _void(marks: Mapping[str, Mark], packs: Collection[str]) -> list[str]:
+    """Marks of a repair whose packs are all gone."""
+    return sorted(
+        name
+        for name, mark in marks.items()
+        if mark.owner == owners.NOBODY and not any(pack in packs for pack in mark.packs)
     )
 
 
@@ -116,13 +144,13 @@ def _refuse_foreign(store: DeltaStore, packs: Sequence[str]) -> None:
 
 
 def _is_live(pack: str, named: frozenset[str], pins: Mapping[str, Mark]) -> bool:
-    if pack in named:
+    if pack in named or _is_pinned(pack.partition("-")[0], pins):
         return True
-    attempt = pack.partition("-")[0]
-    return any(
-        name.partition("-")[0] == attempt or pack in pin.packs
-        for name, pin in pins.items()
-    )
+    return any(pack in pin.packs for pin in pins.values())
+
+
+def _is_pinned(attempt: str, pins: Mapping[str, Mark]) -> bool:
+    return any(name.partition("-")[0] == attempt for name in pins)
 
 
 def _mark(store: DeltaStore) -> tuple[frozenset[str], frozenset[str]]:
@@ -137,7 +165,7 @@ def _mark(store: DeltaStore) -> tuple[frozenset[str], frozenset[str]]:
             continue
         named: set[str] = set()
         for key, data in contents.items():
-            manifest = parse_manifest(data or b"", where=store.root.url + key)
+            manifest = _parse_manifest(data or b"", store.root.url + key)
             # Whatever store it names: pack names are unique, and STORE.json can be
             # lost and made anew.
             named.update(manifest.packs)
@@ -148,22 +176,64 @@ def _mark(store: DeltaStore) -> tuple[frozenset[str], frozenset[str]]:
     )
 
 
+def _parse_manifest(data: bytes, where: str) -> Manifest:
+    try:
+        return parse_manifest(data, where=where)
+    except UnsupportedVersionError:
+        raise
+    except (CorruptionError, FormatError) as error:
+        # Nobody knows which packs such a step needs.
+        raise type(error)(
+            f"{error}; nothing was deleted. Put it back from a copy, or delete the "
+            "step's folder; if it is no file of a step, move it out of this root"
+        ) from error
+
+
 def execute(store: DeltaStore, planned: PrunePlan) -> Sequence[str]:
-    """Delete what a plan found dead and what is dead still; returns those packs."""
+    """Delete what a plan found dead and what is dead still; returns those packs.
+
+    Raises:
+        StorageError: The storage refused something, as a full disk does.
+        FormatError: As for `plan`; no pack was deleted.
+    """
     for key in planned.stale:
         folder, _, name = key.partition("/")
-        (store.pins if folder == "pins" else store.condemned).delete(name)
+        match folder:
+            case "pins":
+                store.pins.delete(name)
+            case "condemned":
+                store.condemned.delete(name)
+            case _:
+                bases.release(store, name)
     if not planned.dead:
         return ()
     name = secrets.token_hex(16)
     mark = Mark(owner=owners.this_process(), packs=planned.dead)
-    store.condemned.write(name, mark.encode())
+    _condemn(store, name, mark)
     try:
         again = plan(store)
         doomed = sorted(set(planned.dead) & set(again.dead))
         for pack in doomed:
             store.packs.delete(pack)
     finally:
+        _abandoned.add(name)
         store.condemned.delete(name)
+        _abandoned.discard(name)
     _logger.info("pruned %d dead packs from %s", len(doomed), store.url)
     return doomed
+
+
+def _condemn(store: DeltaStore, name: str, mark: Mark) -> None:
+    try:
+        store.condemned.write(name, mark.encode())
+    except StorageError as error:
+        _abandoned.add(name)
+        with contextlib.suppress(StorageError):
+            store.condemned.delete(name)  # what there is of it
+            _abandoned.discard(name)
+        raise StorageError(
+            f"{error}. A prune writes a small file before it deletes packs: none of "
+            f"{len(mark.packs)} dead ones was deleted. If the disk is full, make a "
+            "little room (delete the folder of a step that you do not need, or of an "
+            "unfinished one, *.orbax-checkpoint-tmp) and prune again"
+        ) from error

@@ -13,7 +13,7 @@ import numpy as np
 from orbax_delta import chunks, codecs, dtypes, records
 from orbax_delta.background import Pool
 from orbax_delta.codecs import Bytes, Form
-from orbax_delta.errors import CorruptionError, StorageError
+from orbax_delta.errors import CorruptionError, OutOfMemoryError, StorageError
 from orbax_delta.manifests import LeafEntry
 from orbax_delta.parts import Ref, Row
 from orbax_delta.store import Folder, Pending
@@ -22,6 +22,10 @@ _JOIN_GAP_BYTES = 64 << 10
 _JOIN_MAX_BYTES = 16 << 20
 _BATCH_BYTES = 32 << 20
 _BATCH_CONTENT_BYTES = 64 << 20
+
+
+Unreadable = CorruptionError | StorageError
+"""Why there is no content: damage, or a storage that did not give it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,7 @@ class Fetched:
 
     request: Request
     content: Bytes | None
-    error: CorruptionError | None
+    error: Unreadable | None
 
 
 class ReadCount:
@@ -58,6 +62,10 @@ class ReadCount:
     def __init__(self) -> None:
         self.requests = 0
         self.bytes = 0
+
+
+class _MissingPackError(CorruptionError):
+    """The pack is not there, so that no other range of it can be read either."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,18 +139,17 @@ class _Batch:
         self, packs: Folder, groups: Sequence[_Group], count: ReadCount
     ) -> None:
         self._groups = groups
-        self._url = packs.url
+        self._packs = packs
         refs = {ref for group in groups for ref in group[0].row.refs if ref.pack}
-        self._reads: dict[_Range, Pending] = {}
+        self._reads: list[tuple[Pending, _Range, Sequence[Ref]]] = []
         self._range_of: dict[Ref, _Range] = {}
         for span, members in _joined(refs):
-            self._reads[span] = packs.start_read(
-                span.pack, span.start, span.stop - span.start
-            )
+            read = packs.start_read(span.pack, span.start, span.stop - span.start)
+            self._reads.append((read, span, members))
             self._range_of.update(dict.fromkeys(members, span))
             count.requests += 1
             count.bytes += span.stop - span.start
-        self._data: dict[_Range, memoryview | CorruptionError] = {}
+        self._data: dict[_Range, memoryview | Unreadable] = {}
 
     def decode(self, executor: Pool) -> Iterator[Fetched]:
         self._await_reads()
@@ -155,8 +162,29 @@ class _Batch:
             yield from self._decode_group(group)
 
     def _await_reads(self) -> None:
-        for span, read in self._reads.items():
-            self._data[span] = _settle(read, span, self._url)
+        for read, span, members in self._reads:
+            self._await(read, span, members)
+
+    def _await(self, read: Pending, span: _Range, members: Sequence[Ref]) -> None:
+        """Keep what a read gives; where it fails, find out which records it spoils.
+
+        A pack that is cut off, or a bad sector, is no reason to miss the records
+        beside it that were only read along.
+        """
+        data = _settle(read, span, self._packs.url)
+        self._data[span] = data
+        whole = isinstance(data, memoryview | _MissingPackError)
+        # Elsewhere a storage that fails has been asked many times, for minutes.
+        down = isinstance(data, StorageError) and "://" in self._packs.url
+        if whole or down or len(members) < 2:
+            return
+        middle = len(members) // 2
+        for half in (members[:middle], members[middle:]):
+            stop = max(ref.offset + ref.length for ref in half)
+            part = _Range(span.pack, half[0].offset, stop)
+            again = self._packs.start_read(part.pack, part.start, stop - part.start)
+            self._range_of.update(dict.fromkeys(half, part))
+            self._await(again, part, half)
 
     def _decode_group(self, group: _Group) -> list[Fetched]:
         sources: dict[int, Bytes] = {}
@@ -198,7 +226,7 @@ class _Batch:
     ) -> Bytes:
         span = self._range_of[ref]
         data = self._data[span]
-        if isinstance(data, CorruptionError):
+        if isinstance(data, CorruptionError | StorageError):
             raise data
         start = ref.offset - span.start
         record = records.parse_record(data[start : start + ref.length])
@@ -226,8 +254,13 @@ def _checked(request: Request, source: Callable[[Request], Bytes]) -> Fetched:
             raise CorruptionError(
                 f"its content has digest {found.hex()}; expected {row.digest.hex()}"
             )
-    except CorruptionError as error:
-        named = CorruptionError(f"{request.where}: {error}")
+    except MemoryError as error:
+        raise OutOfMemoryError(
+            f"{request.where}: there is no room to decode its {request.content_bytes} "
+            "bytes"
+        ) from error
+    except (CorruptionError, StorageError) as error:
+        named = type(error)(f"{request.where}: {error}")
         return Fetched(request=request, content=None, error=named)
     return Fetched(request=request, content=content, error=None)
 
@@ -258,8 +291,8 @@ def _joined(refs: Iterable[Ref]) -> Iterator[tuple[_Range, list[Ref]]]:
         yield _Range(members[0].pack, start, stop), members
 
 
-def _settle(read: Pending, span: _Range, url: str) -> memoryview | CorruptionError:
-    """The bytes of a range; damage is kept for the chunks that need them."""
+def _settle(read: Pending, span: _Range, url: str) -> memoryview | Unreadable:
+    """The bytes of a range; what is wrong is kept for the chunks that need them."""
     try:
         got = read.result()
     except StorageError as error:
@@ -268,9 +301,9 @@ def _settle(read: Pending, span: _Range, url: str) -> memoryview | CorruptionErr
             return CorruptionError(
                 f"the pack {url}{span.pack} ends before byte {span.stop}"
             )
-        raise
+        return error  # a bad sector spoils one pack, not the others
     if got.state != "value":
-        return CorruptionError(f"the pack {url}{span.pack} is missing")
+        return _MissingPackError(f"the pack {url}{span.pack} is missing")
     if len(got.value) != span.stop - span.start:
         return CorruptionError(
             f"the pack {url}{span.pack} gave {len(got.value)} bytes at {span.start}; "

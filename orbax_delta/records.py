@@ -14,6 +14,7 @@ import xxhash
 
 from orbax_delta.codecs import FORM_NUMBERS, Bytes, Form
 from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
+from orbax_delta.options import MAX_CHUNK_BYTES
 
 FORMAT_VERSION = 0
 
@@ -24,6 +25,7 @@ PACK_END_MAGIC = b"ODPKEND\n"
 _RECORD_HEAD = struct.Struct("<4sBBHII16s")
 _CHECKSUM = struct.Struct("<Q")
 _PACK_HEAD = struct.Struct("<8sHHI16s")
+_VERSION_HEAD = struct.Struct("<8sH")
 _INDEX_ENTRY = struct.Struct("<II")
 _PACK_TAIL = struct.Struct("<II16s8s")
 
@@ -107,10 +109,10 @@ def parse_record(data: memoryview) -> Record:
             f"a record has form {form}, word size {word_bytes}, flags {flags}; "
             "no such record in this format version"
         )
-    if content_bytes % word_bytes:
+    if content_bytes % word_bytes or content_bytes > MAX_CHUNK_BYTES:
         raise CorruptionError(
             f"a record's content of {content_bytes} bytes is not made of whole words "
-            f"of {word_bytes}"
+            f"of {word_bytes}, or is larger than {MAX_CHUNK_BYTES}"
         )
     return Record(
         form=Form(form),
@@ -181,16 +183,10 @@ def parse_pack(pack: memoryview) -> PackIndex:
         FormatError: It is not a pack.
         CorruptionError: Footer, index or spans are wrong.
     """
+    _check_pack_version(pack)
     if len(pack) < _PACK_HEAD.size + _PACK_TAIL.size:
         raise CorruptionError(f"a pack of {len(pack)} bytes is cut off")
-    magic, version, flags, number, attempt = _PACK_HEAD.unpack_from(pack)
-    if magic != PACK_MAGIC:
-        raise FormatError(f"a pack begins with {magic!r}; expected {PACK_MAGIC!r}")
-    if version != FORMAT_VERSION:
-        raise UnsupportedVersionError(
-            f"a pack has format version {version}; this package reads "
-            f"{FORMAT_VERSION}. Upgrade orbax_delta"
-        )
+    _, _, flags, number, attempt = _PACK_HEAD.unpack_from(pack)
     count, index_bytes, index_digest, end = _PACK_TAIL.unpack(pack[-_PACK_TAIL.size :])
     if end != PACK_END_MAGIC or index_bytes != count * _INDEX_ENTRY.size:
         raise CorruptionError("a pack's footer is damaged or cut off")
@@ -200,8 +196,11 @@ def parse_pack(pack: memoryview) -> PackIndex:
     index = pack[index_start : index_start + index_bytes]
     if digest(bytes(pack[: _PACK_HEAD.size]) + bytes(index)) != index_digest:
         raise CorruptionError("the digest of a pack's header and index does not match")
-    if flags:
-        raise CorruptionError(f"a pack has flags {flags}; this format version has none")
+    if flags or not count:
+        raise CorruptionError(
+            f"a pack has flags {flags} and {count} records; this format version has no "
+            "flags, and no pack is empty"
+        )
     spans = tuple(_INDEX_ENTRY.iter_unpack(index))
     expected = _PACK_HEAD.size
     for offset, length in spans:
@@ -214,3 +213,17 @@ def parse_pack(pack: memoryview) -> PackIndex:
     if expected != index_start:
         raise CorruptionError("a pack's records do not reach its index")
     return PackIndex(attempt=attempt, number=number, spans=spans)
+
+
+def _check_pack_version(pack: memoryview) -> None:
+    """Magic and version, which come before anything that another version changes."""
+    if len(pack) < _VERSION_HEAD.size:
+        raise CorruptionError(f"a pack of {len(pack)} bytes is cut off")
+    magic, version = _VERSION_HEAD.unpack_from(pack)
+    if magic != PACK_MAGIC:
+        raise FormatError(f"a pack begins with {magic!r}; expected {PACK_MAGIC!r}")
+    if version != FORMAT_VERSION:
+        raise UnsupportedVersionError(
+            f"a pack has format version {version}; this package reads "
+            f"{FORMAT_VERSION}. Upgrade orbax_delta"
+        )

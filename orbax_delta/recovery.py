@@ -1,12 +1,15 @@
-"""Falling back: the newest step of a manager that restores whole, loudly."""
+"""Falling back: the newest state of a manager that restores whole, loudly."""
 
 import logging
+import os
 from typing import Any, Protocol
 
 import orbax.checkpoint as ocp
 
+from orbax_delta import delegation, fallback, listing, restore
 from orbax_delta.errors import CorruptionError, FormatError, NotFoundError
 from orbax_delta.handler import DEFAULT_ITEM, DeltaRestore
+from orbax_delta.options import DeltaOptions
 from orbax_delta.places import locate
 
 _logger = logging.getLogger("orbax_delta")
@@ -24,8 +27,8 @@ class _Manager(Protocol):
 
 def restore_latest_good(
     manager: _Manager, target: Any = None, *, item: str = DEFAULT_ITEM
-) -> tuple[int, Any]:
-    """Restore the newest step that is not damaged.
+) -> tuple[int | None, Any]:
+    """Restore the newest state that is not damaged: a step, or else a kept base.
 
     A target that does not fit is the caller's error and is raised at once; damage is
     logged as an error for each step passed over.
@@ -36,18 +39,21 @@ def restore_latest_good(
         item: Which item, for a manager of several.
 
     Returns:
-        The step and its tree.
+        The step and its tree; of a base the step that it was, None if that had no
+        number.
 
     Raises:
         StructureError: The target does not fit the newest readable step.
-        CorruptionError: No step restores.
-        NotFoundError: There is no step.
+        CorruptionError: No step and no base restores.
+        NotFoundError: There is no step and no base.
     """
     # The manager's own list can hold steps whose save failed.
     manager.reload()
     steps = sorted(manager.all_steps(), reverse=True)
+    count = len(steps)
     damaged = []
-    for step in steps:
+    while steps:
+        step = steps.pop(0)
         try:
             _require_item(manager, step, item)
             return step, _restore(manager, step, target, item)
@@ -56,11 +62,70 @@ def restore_latest_good(
                 "step %s does not restore, trying an older one: %s", step, error
             )
             damaged.append(f"  step {step}: {error}")
-    if not steps:
-        raise NotFoundError(f"{manager.directory} holds no step")
+            whole = getattr(error, "restorable", None)
+            if whole in steps:
+                # Those in between were found damaged when the error was made.
+                steps = steps[steps.index(whole) :]
+    try:
+        return restore_base(manager.directory, target, item=item)
+    except NotFoundError:
+        if not damaged:
+            raise NotFoundError(f"{manager.directory} holds no step") from None
+    except CorruptionError as error:
+        damaged.append(f"  {error}")
     raise CorruptionError(
-        f"none of the {len(steps)} steps of {manager.directory} restores:\n"
+        f"none of the {count} steps of {manager.directory} restores, and no base:\n"
         + "\n".join(damaged)
+    )
+
+
+def restore_base(
+    root: str | os.PathLike[str],
+    target: Any = None,
+    *,
+    step: int | None = None,
+    item: str = DEFAULT_ITEM,
+) -> tuple[int | None, Any]:
+    """Restore a state that the store keeps, whatever became of the steps' folders.
+
+    Args:
+        root: Folder of the manager.
+        target: As for `DeltaRestore`.
+        step: The step that it was; None: the newest base that restores.
+        item: Which item.
+
+    Returns:
+        The step that it was, None if that had no number, and its tree.
+
+    Raises:
+        NotFoundError: There is no such base.
+        StructureError: The target does not fit it.
+        CorruptionError: None of them restores.
+    """
+    wanted = delegation.target(DeltaRestore(target))
+    kept = [
+        base
+        for base in listing.read_root(os.fspath(root)).bases
+        if base.place.item == item and step in (None, base.place.step)
+    ]
+    if not kept:
+        which = "no base" if step is None else f"no base of step {step}"
+        raise NotFoundError(
+            f"the store of {root} keeps {which} of item {item!r}; `orbax-delta ls "
+            "--bases` lists those that it keeps"
+        )
+    damaged = []
+    for base in reversed(kept):
+        try:
+            restored = restore.run(base.place, wanted, DeltaOptions())
+        except fallback.DAMAGE as error:
+            _logger.error("the kept base %s does not restore: %s", base.step, error)
+            damaged.append(str(error))
+            continue
+        _logger.warning("restored the kept base of step %s", base.place.step_name)
+        return base.place.step, restored.tree
+    raise CorruptionError(
+        f"none of the kept bases of {root} restores: " + "; ".join(damaged)
     )
 
 

@@ -1,10 +1,14 @@
 """What a save wrote and what a restore read, as values that print in one line."""
 
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_delta.errors import FormatError
+
+# What every language can count and print; no report comes near it.
+_LARGEST_NUMBER = (1 << 63) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,9 @@ class SaveReport:
         blocks_changed: Of these, how many hold a change, counted alike.
         records_per_chunk_mean: Mean length of a chunk's list of records.
         records_per_chunk_max: Length of the longest one.
+        copies: This state and those kept in the store, as many as share no pack: the
+            loss of a file harms one of them.
+        copies_wanted: As many as `keep_bases` asks for.
         stage_seconds: Time by stage of the background work.
         blocking_seconds: Time that `save()` kept the caller.
         total_seconds: From the call to just before the MANIFEST was written.
@@ -49,6 +56,8 @@ class SaveReport:
     blocks_changed: int
     records_per_chunk_mean: float
     records_per_chunk_max: int
+    copies: int
+    copies_wanted: int
     stage_seconds: Mapping[str, float]
     blocking_seconds: float
     total_seconds: float
@@ -76,26 +85,54 @@ class SaveReport:
             f"{human_bytes(self.written_bytes)} ({self.times_smaller:.2f} times "
             f"smaller); {self.chunks} chunks ({forms}); blocked "
             f"{self.blocking_seconds:.3f} s of {self.total_seconds:.2f} s, "
-            f"{self.gigabytes_per_second:.2f} GB/s"
+            f"{self.gigabytes_per_second:.2f} GB/s{self._fewer_copies()}"
         )
+
+    def _fewer_copies(self) -> str:
+        if self.copies >= self.copies_wanted:
+            return ""
+        return f"; {self.copies} of {self.copies_wanted} separate copies so far"
 
     def to_document(self) -> dict[str, Any]:
         """JSON document."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> "SaveReport":
+    def from_document(
+        cls, document: Mapping[str, Any], *, where: str = "a MANIFEST"
+    ) -> "SaveReport":
         """The report that a MANIFEST holds.
 
+        Args:
+            document: Its JSON.
+            where: Path of the MANIFEST, for messages.
+
         Raises:
-            FormatError: Fields are missing or unknown.
+            FormatError: Fields are missing or unknown, or what they hold is no text,
+                size or time.
         """
-        try:
-            return cls(**document)
-        except TypeError as error:
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+        wrong = sorted(set(document) ^ set(kinds))
+        wrong = wrong or [
+            name for name, kind in kinds.items() if not _is(kind, document[name])
+        ]
+        if wrong:
             raise FormatError(
-                f"the report of a MANIFEST is damaged: {error}"
-            ) from error
+                f"the report of {where} is damaged in {', '.join(wrong):.300}; the "
+                "step may be whole, `orbax-delta verify` tells"
+            )
+        return cls(**document)
+
+
+def _is(kind: Any, value: Any) -> bool:
+    """Whether a field that is annotated with `kind` may hold `value`."""
+    if kind is str:
+        return type(value) is str
+    if kind in (int, float):
+        number = type(value) is int or type(value) is kind
+        return number and 0 <= value <= _LARGEST_NUMBER
+    _, inner = typing.get_args(kind)
+    return type(value) is dict and all(_is(inner, v) for v in value.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +147,8 @@ class RestoreReport:
         read_requests: Ranged reads made.
         chunks: Chunks decoded.
         chunks_in_step: Chunks that the step has.
+        chunks_healed: Damaged ones among those decoded, whose content other records of
+            the root held.
         records_per_chunk_mean: Mean length of the lists that were read.
         records_per_chunk_max: Length of the longest one.
         total_seconds: From the call to the finished tree.
@@ -122,6 +161,7 @@ class RestoreReport:
     read_requests: int
     chunks: int
     chunks_in_step: int
+    chunks_healed: int
     records_per_chunk_mean: float
     records_per_chunk_max: int
     total_seconds: float

@@ -1,24 +1,32 @@
 """Restoring: from a MANIFEST to the tree that the caller wants, top to bottom.
 
 Read the MANIFEST, match target and stored leaves, read the rows, fetch only the chunks
-that lie in wanted regions, and make each leaf as soon as its last chunk is there.
+that lie in wanted regions, and make each leaf as soon as its last chunk is there. What
+is damaged is looked for in other lists of records.
 """
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 
-from orbax_delta import assemble, chunks, reader, steps, trees
+from orbax_delta import assemble, chunks, healing, reader, steps, trees
 from orbax_delta.assemble import LeafPlan
 from orbax_delta.background import pool
 from orbax_delta.base import Base
-from orbax_delta.errors import CorruptionError, StructureError
+from orbax_delta.codecs import Bytes
+from orbax_delta.errors import (
+    CorruptionError,
+    FormatError,
+    OutOfMemoryError,
+    StructureError,
+)
 from orbax_delta.manifests import LeafEntry, Manifest, path_name
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
@@ -55,14 +63,33 @@ class Restored:
     base: Base
 
 
+@contextlib.contextmanager
+def _named(place: Place) -> Iterator[None]:
+    """Errors of what is stored say in which step."""
+    try:
+        yield
+    except (CorruptionError, FormatError, OutOfMemoryError) as error:
+        if place.item_url in str(error):
+            raise
+        raise type(error)(f"{place.label}: {error}") from error
+
+
 def run(place: Place, target: Target | None, settings: DeltaOptions) -> Restored:
     """Restore one item of one step.
 
     Raises:
         NotFoundError: There is no MANIFEST, or its store is gone.
         StructureError: The target does not fit the step.
-        CorruptionError: A chunk is damaged; nothing is returned.
+        CorruptionError: A chunk is damaged and cannot be healed; nothing is returned.
+        FormatError: A file of the step is not what it should be.
+        OutOfMemoryError: There is no room for it.
+        StorageError: The storage did not give something; nothing is returned.
     """
+    with _named(place):
+        return _run(place, target, settings)
+
+
+def _run(place: Place, target: Target | None, settings: DeltaOptions) -> Restored:
     started = time.perf_counter()
     step = steps.open_step(place)
     moved: list[str] = []
@@ -73,14 +100,19 @@ def run(place: Place, target: Target | None, settings: DeltaOptions) -> Restored
     _warn_moved(moved, place)
     wanted_rows = _wanted_rows(step, plans)
     count = reader.ReadCount()
-    values = _fill(step, plans, wanted_rows, count, settings)
-    report = _report(step, wanted_rows, count, started)
+    values, healed = _fill(step, plans, wanted_rows, count, settings)
+    report = _report(step, wanted_rows, count, healed, started)
     _logger.info("%s", report.line())
     if target is None:
-        tree = trees.rebuild(step.manifest.tree, values)
+        paths = [leaf.path for leaf in step.manifest.leaves]
+        tree = trees.rebuild(step.manifest.tree, values, paths=paths, where=place.label)
     else:
         tree = jtu.tree_unflatten(target.treedef, values)
-    return Restored(tree=tree, report=report, base=step.as_base())
+    base = step.as_base()
+    for request in healed:
+        # The next save must not build on a damaged list, nor name it again.
+        base.forget(request.leaf, request.row.box)
+    return Restored(tree=tree, report=report, base=base)
 
 
 def _matched(
@@ -159,35 +191,59 @@ def _fill(
     wanted_rows: Sequence[reader.Request],
     count: reader.ReadCount,
     settings: DeltaOptions,
-) -> list[Any]:
-    """Read what is wanted and make each leaf when its last chunk has come."""
-    position = {plan.entry.path: index for index, plan in enumerate(plans)}
-    missing = collections.Counter(request.leaf.path for request in wanted_rows)
-    values = [None if missing[plan.entry.path] else plan.finish() for plan in plans]
+) -> tuple[list[Any], list[reader.Request]]:
+    """Read what is wanted and make each leaf; also which chunks were healed."""
+    filling = _Filling(plans, wanted_rows)
+    failing = []
     with pool(settings.worker_count) as executor:
         for got in reader.fetch(
             step.packs, wanted_rows, executor=executor, count=count
         ):
             if got.content is None:
-                raise CorruptionError(
-                    f"{step.place.label}: {got.error}. `orbax-delta verify` tells what "
-                    "else is damaged; restore_latest_good() takes the newest whole step"
-                ) from got.error
-            path = got.request.leaf.path
-            plan = plans[position[path]]
-            for region, buffer in plan.buffers.items():
-                reader.place(got.content, got.request, region, buffer)
-            missing[path] -= 1
-            if not missing[path]:
-                values[position[path]] = plan.finish()
-                plan.buffers = {}
-    return values
+                failing.append(got)
+            else:
+                filling.put(got.request, got.content)
+    if failing:
+        found = healing.heal(step.place, failing)
+        for got in failing:
+            filling.put(got.request, found[healing.wanted(got.request)].content)
+    return filling.values, [got.request for got in failing]
+
+
+class _Filling:
+    """Leaves of the result, each made when its last chunk has come.
+
+    Attributes:
+        values: What is made of each plan, in order.
+    """
+
+    def __init__(
+        self, plans: Sequence[LeafPlan], wanted_rows: Sequence[reader.Request]
+    ) -> None:
+        self._plans = plans
+        self._position = {plan.entry.path: index for index, plan in enumerate(plans)}
+        self._missing = collections.Counter(r.leaf.path for r in wanted_rows)
+        self.values: list[Any] = [
+            None if self._missing[plan.entry.path] else plan.finish() for plan in plans
+        ]
+
+    def put(self, request: reader.Request, content: Bytes) -> None:
+        """A chunk has come."""
+        path = request.leaf.path
+        plan = self._plans[self._position[path]]
+        for region, buffer in plan.buffers.items():
+            reader.place(content, request, region, buffer)
+        self._missing[path] -= 1
+        if not self._missing[path]:
+            self.values[self._position[path]] = plan.finish()
+            plan.buffers = {}
 
 
 def _report(
     step: Step,
     wanted_rows: Sequence[reader.Request],
     count: reader.ReadCount,
+    healed: Sequence[reader.Request],
     started: float,
 ) -> RestoreReport:
     mean, longest = chain_lengths([len(r.row.refs) for r in wanted_rows])
@@ -199,6 +255,7 @@ def _report(
         read_requests=count.requests,
         chunks=len(wanted_rows),
         chunks_in_step=len(step.rows),
+        chunks_healed=len(healed),
         records_per_chunk_mean=mean,
         records_per_chunk_max=longest,
         total_seconds=time.perf_counter() - started,

@@ -8,18 +8,19 @@ remembered of the stored state moves on only after that.
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from orbax_delta import changes, codecs, coding, owners, parts, prune, records
+from orbax_delta import changes, codecs, coding, fields, parts, records, upkeep
 from orbax_delta.background import Pool, Stopwatch, ordered_map, pool
 from orbax_delta.base import Base
+from orbax_delta.bases import BasePlan, Kept
 from orbax_delta.changes import Finding, Status
 from orbax_delta.errors import (
     ConflictError,
@@ -35,41 +36,20 @@ from orbax_delta.manifests import (
     PartEntry,
     encode_manifest,
 )
-from orbax_delta.marks import Mark, read_marks
 from orbax_delta.options import DeltaOptions
 from orbax_delta.packs import PackWriter
 from orbax_delta.parts import Row
-from orbax_delta.places import SELF_CONTAINED_PACKS, Place, without_suffix
+from orbax_delta.places import SELF_CONTAINED_PACKS, Place
 from orbax_delta.reports import SaveReport, chain_lengths
 from orbax_delta.rows import SaveRows
 from orbax_delta.store import DeltaStore, Folder
+from orbax_delta.upkeep import ItemState
 
 _logger = logging.getLogger("orbax_delta")
 
 _PROCESS = 0
 _BLOCK_BYTES = codecs.BLOCK_BYTES
 _VERSIONED = ("orbax-delta", "orbax-checkpoint", "jax", "tensorstore", "numpy")
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class ItemState:
-    """What a handler remembers of one item of one root between saves.
-
-    Attributes:
-        base: Rows and content of the last committed save or restored step.
-        store: The store of the last save; None before the first.
-        pin: Pin of the last save; kept until the next one, because the step's folder
-            is still renamed after the save is done.
-        seen: MANIFESTs found after the last save, by their names once Orbax has renamed
-            their folders; None before the first save and after one that failed.
-        lock: One save at a time, whatever calls.
-    """
-
-    base: Base = dataclasses.field(default_factory=Base)
-    store: DeltaStore | None = None
-    pin: str | None = None
-    seen: frozenset[str] | None = None
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +78,16 @@ def prepare(
         text = json.dumps(custom_metadata, allow_nan=False, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"custom_metadata is not JSON: {error}") from error
+    if not fields.is_shallow(metadata := json.loads(text)):
+        raise InvalidInputError(
+            "custom_metadata is not JSON that a MANIFEST holds: it is nested more than "
+            f"{fields.MAX_METADATA_DEPTH} deep; flatten it"
+        )
     taken = snapshot(tree)
     return SaveRequest(
         snapshot=taken,
         # Not the object itself: the caller may change it as soon as save returns.
-        custom_metadata=json.loads(text),
+        custom_metadata=metadata,
         place=place,
         options=options,
         started=started,
@@ -129,48 +114,18 @@ def run(request: SaveRequest, state: ItemState) -> SaveReport:
         state.store = store
         if state.seen is None:
             # The save before this one failed, perhaps for want of room.
-            _tidy(store, state, request.options, saved=None)
+            upkeep.tidy(store, state, request.options, saved=None)
         seen, state.seen = state.seen, None
         attempt = _Attempt(request, state, store, store.packs)
         report = attempt.run()
+        if attempt.manifest is not None:
+            upkeep.keep_base(store, attempt.base_plan, attempt.manifest, attempt.item)
         state.seen = seen
-        _tidy(store, state, request.options, saved=request.place)
+        upkeep.tidy(store, state, request.options, saved=request.place)
         if attempt.let_go:
             # Its own pin still holds these; they can only go after the next save.
             state.seen = None
     return report
-
-
-def close(state: ItemState, options: DeltaOptions) -> None:
-    """Let go of the last save's pin and sweep once more; may be called twice."""
-    with state.lock:
-        if state.store is None:
-            return
-        if state.pin is not None:
-            state.store.pins.delete(state.pin)
-            state.pin = None
-        state.seen = None  # that pin may have held packs back
-        _tidy(state.store, state, options, saved=None)
-        state.store = None
-
-
-def _tidy(
-    store: DeltaStore, state: ItemState, options: DeltaOptions, *, saved: Place | None
-) -> None:
-    """Refresh the markers; prune when steps have gone or one was saved again."""
-    try:
-        if options.auto_prune:
-            found = frozenset(map(without_suffix, prune.manifest_keys(store)))
-            again = saved is not None and f"{saved.step_name}/{saved.item}" in {
-                key.rpartition("/")[0] for key in state.seen or ()
-            }
-            if state.seen is None or again or not state.seen <= found:
-                prune.execute(store, prune.plan(store))
-            state.seen = found
-        store.refresh_markers()
-    except DeltaError as error:
-        # Whatever became of the save: what could not be tidied is garbage, not harm.
-        _logger.warning("while tidying up: %s", error)
 
 
 class _Attempt:
@@ -178,6 +133,8 @@ class _Attempt:
 
     Attributes:
         let_go: Packs that its pin names and its rows no longer need.
+        manifest: What it published; None before that.
+        base_plan: What then becomes of the store's bases.
     """
 
     def __init__(
@@ -188,6 +145,7 @@ class _Attempt:
         packs: Folder,
     ) -> None:
         self.id = secrets.token_bytes(16)
+        self.pin = f"{self.id.hex()}-p{_PROCESS}"
         self.request = request
         self.state = state
         self.base = state.base
@@ -196,6 +154,8 @@ class _Attempt:
         self.item = Folder(request.place.item_url)
         self.watch = Stopwatch()
         self.let_go: set[str] = set()
+        self.manifest: Manifest | None = None
+        self.base_plan = BasePlan(take=False, release=(), copies=1)
 
     def run(self) -> SaveReport:
         """The whole save."""
@@ -205,6 +165,7 @@ class _Attempt:
             rows = [entry.row for entry in stored.entries]
             with self.watch.stage("part"):
                 part, packs = self._put_part(rows)
+            self._plan_base(packs)
             report = self._report(stored, rows, written + part.length)
             with self.watch.stage("manifest"):
                 self._commit(report, part, packs)
@@ -223,39 +184,11 @@ class _Attempt:
         _logger.info("%s", report.line())
         return report
 
-    @contextlib.contextmanager
-    def _pinned(self) -> Iterator[None]:
-        """Name the packs that this save builds on, before it relies on them."""
+    def _pinned(self) -> contextlib.AbstractContextManager[None]:
         if self.store is None:
-            yield
-            return
-        name = f"{self.id.hex()}-p{_PROCESS}"
+            return contextlib.nullcontext()
         needed = self.let_go = self.base.packs()
-        mark = Mark(owner=owners.this_process(), packs=sorted(needed))
-        self.store.pins.write(name, mark.encode())
-        try:
-            condemned = read_marks(self.store.condemned).values()
-            there = set(self.store.packs.names())
-            usable = there - {pack for mark in condemned for pack in mark.packs}
-            dropped = self.base.forget_packs(needed - usable)
-            if dropped:
-                _logger.warning(
-                    "%d stored chunks are gone from %s; writing them in full",
-                    dropped,
-                    self.store.url,
-                )
-            yield
-        except BaseException:
-            # If the store fails here too, the pin goes when this process has ended.
-            with contextlib.suppress(StorageError):
-                self.store.pins.delete(name)
-            raise
-        # Only now may the previous pin go: this one names what that one did. The step
-        # is committed, so a store that fails here costs no more than a late clean-up.
-        previous, self.state.pin = self.state.pin, name
-        if previous is not None:
-            with contextlib.suppress(StorageError):
-                self.store.pins.delete(previous)
+        return upkeep.pinned(self.store, self.state, self.pin, needed)
 
     @contextlib.contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
@@ -335,6 +268,21 @@ class _Attempt:
         self.item.write(entry.name, data)
         return entry, packs
 
+    def _plan_base(self, packs: Sequence[str]) -> None:
+        """Find out whether this state becomes a base."""
+        if self.store is None:
+            return
+        new = Kept(
+            attempt=self.id.hex(),
+            item=self.request.place.item,
+            save_index=self.base.save_index + 1,
+            wall_time=self.request.wall_time,
+            packs=frozenset(packs),
+        )
+        options = self.request.options
+        planned = upkeep.plan_base(self.store, self.state, new, options)
+        self.base_plan = planned or self.base_plan
+
     def _commit(
         self, report: SaveReport, part: PartEntry, packs: Sequence[str]
     ) -> None:
@@ -358,12 +306,19 @@ class _Attempt:
             report=report.to_document(),
             custom_metadata=self.request.custom_metadata,
         )
-        self.item.write(MANIFEST_NAME, encode_manifest(manifest))
-        if self.store is None:
-            return
-        # A pin that is still there now was there when the MANIFEST appeared, so every
-        # later prune sees this step. Otherwise one may already have removed its packs.
-        if self.store.pins.read(f"{self.id.hex()}-p{_PROCESS}") is None:
+        try:
+            self.item.write(MANIFEST_NAME, encode_manifest(manifest))
+            # A pin that is still there now was there when the MANIFEST appeared, so
+            # every later prune sees this step. Otherwise one may already have removed
+            # its packs.
+            pinned = self.store is None or (self.store.pins.read(self.pin) is not None)
+        except StorageError:
+            # It may be there although its write failed, and must not count.
+            with contextlib.suppress(StorageError):
+                self.item.delete(MANIFEST_NAME)
+            raise
+        self.manifest = manifest
+        if not pinned:
             self.item.delete(MANIFEST_NAME)
             raise ConflictError(
                 f"{place.label}: its pin was removed by a prune while it was saving; "
@@ -391,12 +346,15 @@ class _Attempt:
             blocks_changed=stored.blocks_changed,
             records_per_chunk_mean=mean,
             records_per_chunk_max=longest,
+            copies=self.base_plan.copies,
+            copies_wanted=request.options.keep_bases if self.store else 1,
             stage_seconds=dict(self.watch.seconds),
             blocking_seconds=request.blocking_seconds,
             total_seconds=time.perf_counter() - request.started,
         )
 
 
+@functools.cache
 def _versions() -> Mapping[str, str]:
     found = {}
     for name in _VERSIONED:

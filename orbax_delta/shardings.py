@@ -15,7 +15,11 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from orbax_delta.manifests import Json
+from orbax_delta.errors import InvalidInputError
+from orbax_delta.fields import Json, check_sharding
+
+# What jax raises for a mesh, spec or memory kind that it cannot make.
+_JAX_REFUSES = (ValueError, TypeError, LookupError, NotImplementedError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +34,25 @@ class MeshDocument:
 
 def to_document(sharding: Sharding) -> Json:
     """JSON for a sharding; None for kinds that cannot be rebuilt from a document."""
+    document = _document(sharding)
+    try:
+        check_sharding(document)
+    except InvalidInputError:
+        return None  # a reader would refuse it, and the step with it
+    return document
+
+
+def _document(sharding: Sharding) -> Json:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         mesh = sharding.mesh
+        if not all(isinstance(name, str) for name in mesh.axis_names):
+            return None  # jax takes anything for a name, a document texts alone
         axis_types = mesh.axis_types or (AxisType.Auto,) * len(mesh.axis_names)
         return {
             "kind": "named",
             "mesh": {
                 "shape": list(mesh.devices.shape),
-                "axis_names": [str(name) for name in mesh.axis_names],
+                "axis_names": list(mesh.axis_names),
                 "axis_types": [str(kind.name) for kind in axis_types],
                 "device_ids": [int(device.id) for device in mesh.devices.flat],
             },
@@ -63,10 +78,23 @@ def _axes(entry: Any) -> Json:
     return [str(name) for name in entry]
 
 
-def from_document(document: Json) -> Sharding | None:
-    """The sharding on this process's devices, or None where they differ."""
-    if document is None:
+def from_document(document: Json, shape: Sequence[int]) -> Sharding | None:
+    """The sharding on this process's devices for an array of `shape`.
+
+    None where the devices differ, or where this jax cannot lay such an array out so.
+    """
+    if document is None or len(document.get("spec", ())) > len(shape):
         return None
+    try:
+        sharding = _sharding(document)
+        if sharding is not None:
+            sharding.shard_shape(tuple(shape))
+    except _JAX_REFUSES:
+        return None
+    return sharding
+
+
+def _sharding(document: Json) -> Sharding | None:
     devices = {
         device.id: device
         for device in jax.devices()
@@ -84,7 +112,7 @@ def from_document(document: Json) -> Sharding | None:
         Mesh(
             grid.reshape(mesh.shape),
             tuple(mesh.axis_names),
-            axis_types=tuple(AxisType[name] for name in mesh.axis_types),
+            axis_types=axis_types(mesh),
         ),
         partition_spec(document),
         memory_kind=memory_kind,
@@ -94,6 +122,15 @@ def from_document(document: Json) -> Sharding | None:
 def mesh_document(document: Json) -> MeshDocument:
     """The mesh of a document of kind `named`."""
     return MeshDocument(**document["mesh"])
+
+
+def axis_types(mesh: MeshDocument) -> tuple[AxisType, ...]:
+    """The types of its axes.
+
+    Raises:
+        KeyError: This jax knows no such type.
+    """
+    return tuple(AxisType[name] for name in mesh.axis_types)
 
 
 def partition_spec(document: Json) -> PartitionSpec:

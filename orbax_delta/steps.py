@@ -6,10 +6,11 @@ import logging
 import os
 from collections.abc import Sequence
 
-from orbax_delta import chunks, parts, records
+from orbax_delta import chunks, dtypes, parts, records
 from orbax_delta.base import Base
-from orbax_delta.errors import CorruptionError, NotFoundError
+from orbax_delta.errors import CorruptionError, FormatError, NotFoundError
 from orbax_delta.manifests import MANIFEST_NAME, Manifest, PartEntry, parse_manifest
+from orbax_delta.options import MAX_CHUNK_BYTES
 from orbax_delta.parts import Row
 from orbax_delta.places import MAX_MANIFEST_DEPTH, SELF_CONTAINED_PACKS, Place
 from orbax_delta.reports import SaveReport
@@ -141,19 +142,15 @@ def _read_rows(item: Folder, manifest: Manifest) -> list[Row]:
     for part in manifest.parts:
         data = _read_part(item, part)
         try:
-            found = list(
-                parts.parse_part(
-                    data,
-                    attempt=bytes.fromhex(manifest.attempt),
-                    packs=manifest.packs,
-                    words=words,
-                )
+            rows += parts.parse_part(
+                data,
+                attempt=bytes.fromhex(manifest.attempt),
+                rows=part.rows,
+                packs=manifest.packs,
+                words=words,
             )
-            if len(found) != part.rows:
-                raise CorruptionError(f"it holds {len(found)} rows, not {part.rows}")
-            rows += found
-        except CorruptionError as error:
-            raise CorruptionError(f"{item.url}{part.name}: {error}") from error
+        except (CorruptionError, FormatError) as error:
+            raise type(error)(f"{item.url}{part.name}: {error}") from error
     _check_cover(item, manifest, rows)
     return rows
 
@@ -171,6 +168,13 @@ def _check_cover(item: Folder, manifest: Manifest, rows: Sequence[Row]) -> None:
             raise CorruptionError(
                 f"{item.url}: a row places a chunk at {row.box} of leaf {leaf.name}, "
                 f"whose shape is {leaf.shape}"
+            )
+        content_bytes = leaf.element.content_bytes(chunks.element_count(row.box))
+        if dtypes.source_bytes(row.rule, content_bytes) > MAX_CHUNK_BYTES:
+            raise CorruptionError(
+                f"{item.url}: a row places a chunk of {content_bytes} bytes at "
+                f"{row.box} of leaf {leaf.name}; no record holds more than "
+                f"{MAX_CHUNK_BYTES}"
             )
         boxes[row.leaf].append(row.box)
     for index, leaf in enumerate(manifest.leaves):
@@ -206,4 +210,4 @@ def save_report(directory: str | os.PathLike[str]) -> SaveReport:
     manifest = read_manifest(item)
     if manifest is None:
         raise NotFoundError(f"{item.url}{MANIFEST_NAME} vanished")
-    return SaveReport.from_document(manifest.report)
+    return SaveReport.from_document(manifest.report, where=item.url + MANIFEST_NAME)

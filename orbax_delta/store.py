@@ -6,8 +6,9 @@ names the operation and the file. Does not belong here: what the bytes mean.
 """
 
 import contextlib
-import json
+import fnmatch
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 import tensorstore as ts
 
-from orbax_delta import errors
+from orbax_delta import errors, jsontext
 from orbax_delta.records import FORMAT_VERSION
 
 STORE_NAME = "_delta_store"
@@ -24,6 +25,12 @@ STORE_FILE = "STORE.json"
 # (COMMIT_FILE atomicity; the default on gs://).
 COMMIT_MARKER = "commit_success.txt"
 _STORE_MAGIC = "orbax-delta-store"
+_UUID = re.compile(r"[0-9a-f]{32}")
+
+_STORE_REMEDY = (
+    "restore it from a copy, or write what `orbax-delta verify` of this root says that "
+    "it must hold"
+)
 
 # One for all folders: they share connections, and what lies in memory.
 _CONTEXT = ts.Context()
@@ -87,6 +94,25 @@ class Folder:
         """Write one key atomically; durable on return."""
         self.start_write(key, data).result()
 
+    def replace(self, key: str, data: bytes) -> None:
+        """Write a key that may have other content, atomically, and read it back.
+
+        TensorStore 0.1.86 does not truncate what a killed write of the key left, so a
+        shorter value would keep the tail of that (`tests/test_store.py` notices when
+        it does); hence the look at what came out.
+
+        Raises:
+            StorageError: The storage refused it, or the key does not read back.
+        """
+        self.write(key, data)
+        if self.read(key) != data:
+            # The first write has used up what the killed one left.
+            self.write(key, data)
+        if self.read(key) != data:
+            raise errors.StorageError(
+                f"{self.url}{key} does not read back as it was written"
+            )
+
     def create(self, key: str, data: bytes) -> bool:
         """Write a key only if it does not exist; False when it does."""
         with _translated(f"create {self.url}{key}"):
@@ -118,7 +144,7 @@ class Folder:
             return sorted(key.decode() for key in self._kvstore.list().result())
 
     def unfinished(self) -> list[str]:
-        """Keys of this folder whose write is under way or was killed, sorted.
+        """Keys whose write is under way or was killed, at most a folder down, sorted.
 
         On a local disk TensorStore writes beside the key, into a file that it neither
         lists nor removes before the next write or deletion of that key.
@@ -126,27 +152,32 @@ class Folder:
         if not _is_local(self.url):
             return []
         try:
-            found = os.listdir(self.url)
+            found = list(_find_local(Path(self.url), "", f"*{_UNFINISHED}", 1, ""))
         except FileNotFoundError:
             return []
         except OSError as error:
             raise errors.StorageError(f"could not list {self.url}: {error}") from error
-        return sorted(
-            name.removesuffix(_UNFINISHED)
-            for name in found
-            if name.endswith(_UNFINISHED)
-        )
+        return sorted(name.removesuffix(_UNFINISHED) for name in found)
 
     def delete(self, key: str) -> None:
         """Remove a key, and what a killed write left of it; no error without one."""
         with _translated(f"delete {self.url}{key}"):
             self._kvstore.write(key, None).result()
 
+    def clear(self) -> None:
+        """Remove every key, and what killed writes left of them."""
+        with _translated(f"empty {self.url}"):
+            self._kvstore.delete_range(ts.KvStore.KeyRange()).result()
+        if _is_local(self.url):
+            # TensorStore leaves the folder itself; nothing reads one that is empty.
+            with contextlib.suppress(OSError):
+                os.rmdir(self.url)
+
     def find(self, name: str, *, max_depth: int, skip: str) -> list[str]:
         """Keys whose last component is `name`, at most `max_depth` folders down.
 
-        Folders called `skip` are not entered. On a local disk this does not list the
-        many files of other handlers' steps.
+        `name` may be a pattern as `part-*`. Folders called `skip` are not entered. On
+        a local disk this does not list the many files of other handlers' steps.
 
         Raises:
             FileNotFoundError: A folder vanished while it was read (local disks).
@@ -157,7 +188,7 @@ class Folder:
             return [
                 "/".join(parts)
                 for parts in keys
-                if parts[-1] == name
+                if fnmatch.fnmatchcase(parts[-1], name)
                 and skip not in parts
                 and len(parts) <= max_depth + 1
             ]
@@ -174,8 +205,8 @@ def _find_local(
 ) -> Iterator[str]:
     with os.scandir(root / below) as entries:
         for entry in entries:
-            if entry.name == name and entry.is_file():
-                yield below + name
+            if fnmatch.fnmatchcase(entry.name, name) and entry.is_file():
+                yield below + entry.name
             elif depth and entry.name != skip and entry.is_dir():
                 # A link too: Orbax lists and restores a step that was moved to another
                 # disk and linked. The depth bounds links in a circle.
@@ -208,30 +239,34 @@ class DeltaStore:
     Attributes:
         root: Folder of the manager.
         uuid: Identity of the store, from STORE.json.
+        folder: Folder of the store itself.
         packs: Write-once files of records.
         pins: What saves in flight name.
         condemned: What prunes in flight are about to delete.
+        bases: Copies of the MANIFEST and parts of kept steps, by attempt.
     """
 
     def __init__(self, root: Folder, uuid: str) -> None:
         self.root = root
         self.uuid = uuid
-        self._folder = root.child(STORE_NAME)
-        self.packs = self._folder.child("packs")
-        self.pins = self._folder.child("pins")
-        self.condemned = self._folder.child("condemned")
+        self.folder = root.child(STORE_NAME)
+        self.packs = self.folder.child("packs")
+        self.pins = self.folder.child("pins")
+        self.condemned = self.folder.child("condemned")
+        self.bases = self.folder.child("bases")
 
     @property
     def url(self) -> str:
         """Location of the store."""
-        return self._folder.url
+        return self.folder.url
 
     @classmethod
     def open(cls, root: Folder) -> "DeltaStore | None":
         """The store below `root`, or None when there is none.
 
         Raises:
-            FormatError: STORE.json is damaged.
+            FormatError: STORE.json is no such file.
+            CorruptionError: Its digest does not match.
             UnsupportedVersionError: A newer format made it.
         """
         folder = root.child(STORE_NAME)
@@ -243,9 +278,10 @@ class DeltaStore:
         """The store below `root`, made now if there is none.
 
         Raises:
-            FormatError: STORE.json is damaged.
+            FormatError: STORE.json is no such file.
             UnsupportedVersionError: A newer format made it.
-            CorruptionError: There are packs, but STORE.json is missing.
+            CorruptionError: Its digest does not match, or there are packs but no
+                STORE.json.
         """
         existing = cls.open(root)
         if existing is not None:
@@ -278,34 +314,43 @@ class DeltaStore:
 
     def refresh_markers(self) -> None:
         """Rewrite the two fixed files, so that age rules on the bucket spare them."""
-        self._folder.write(COMMIT_MARKER, b"")
-        self._folder.write(STORE_FILE, store_document(self.uuid))
+        self.folder.write(COMMIT_MARKER, b"")
+        self.folder.write(STORE_FILE, store_document(self.uuid))
 
 
 def store_document(uuid: str) -> bytes:
     """What STORE.json of the store `uuid` holds."""
     document = {"magic": _STORE_MAGIC, "format_version": FORMAT_VERSION, "uuid": uuid}
-    return json.dumps(document, sort_keys=True).encode() + b"\n"
+    return jsontext.sealed(document) + b"\n"
 
 
 def _parse_store(data: bytes, url: str) -> str:
     where = f"{url}{STORE_FILE}"
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        document = jsontext.parse(data)
+    except ValueError as error:
         raise errors.FormatError(
-            f"{where} is not JSON ({error}); restore it from a copy, or write it anew "
-            'with the "store_uuid" that any MANIFEST of this root names'
+            f"{where} is not JSON ({error}); {_STORE_REMEDY}"
         ) from error
     if not isinstance(document, dict) or document.get("magic") != _STORE_MAGIC:
-        raise errors.FormatError(f"{where} is not the file of a delta store")
+        raise errors.FormatError(
+            f"{where} is not the file of a delta store; {_STORE_REMEDY}"
+        )
     version = document.get("format_version")
     if version != FORMAT_VERSION:
         raise errors.UnsupportedVersionError(
-            f"{where} has format version {version}; this package reads "
+            f"{where} has format version {version!r:.80}; this package reads "
             f"{FORMAT_VERSION}. Upgrade orbax_delta"
         )
+    try:
+        jsontext.check_seal(document)
+    except ValueError as error:
+        raise errors.CorruptionError(
+            f"{where} is damaged ({error}); {_STORE_REMEDY}"
+        ) from error
     uuid = document.get("uuid")
-    if not isinstance(uuid, str) or not uuid:
-        raise errors.FormatError(f"{where} has no uuid")
+    if type(uuid) is not str or not _UUID.fullmatch(uuid):
+        raise errors.FormatError(
+            f"{where} has no uuid of 32 hexadecimal digits; {_STORE_REMEDY}"
+        )
     return uuid

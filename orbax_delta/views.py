@@ -27,10 +27,28 @@ def console() -> Console:
     return found
 
 
+# Names come from files that anybody may have written; a terminal obeys what it is sent.
+_CONTROLS = {
+    code: f"\\x{code:02x}"
+    for code in (*range(32), *range(127, 160))
+    if chr(code) not in "\t\n"
+}
+
+
+def plain(text: str) -> str:
+    r"""`text` without what makes a terminal do something.
+
+    >>> print(plain("a\x1b[2Jb"))
+    a\x1b[2Jb
+    """
+    return text.translate(_CONTROLS)
+
+
 def say(out: Console, *lines: str | Text) -> None:
     """Print sentences; a terminal wraps them by itself."""
     for line in lines:
-        out.print(line, soft_wrap=True)
+        text = Text(line) if isinstance(line, str) else line
+        out.print(Text(plain(text.plain), style=text.style), soft_wrap=True)
 
 
 def show(out: Console, table: Table) -> None:
@@ -45,9 +63,17 @@ def show(out: Console, table: Table) -> None:
     say(out, *(line.rstrip() for line in capture.get().splitlines()))
 
 
+class _PlainTable(Table):
+    """A table of texts that no terminal obeys."""
+
+    def add_row(self, *cells: Any, **named: Any) -> None:
+        """As Table's; every cell is a str."""
+        super().add_row(*map(plain, cells), **named)
+
+
 def _table(left: Iterable[str], right: Iterable[str]) -> Table:
     """A table with columns that are aligned left and right."""
-    table = Table(pad_edge=False)
+    table = _PlainTable(pad_edge=False)
     for name in left:
         # A time is as wide as it is; a long path gives way.
         table.add_column(name, overflow="fold", no_wrap=name == "saved at")
@@ -58,11 +84,35 @@ def _table(left: Iterable[str], right: Iterable[str]) -> Table:
 
 def steps_table(root: Document) -> Table:
     """What `ls` shows: one line a step and item."""
-    table = _table(
+    table = _steps_table()
+    _add_rows(table, root["steps"])
+    for name in root["other_steps"]:
+        table.add_row(name, "-", "other", style="dim")
+    return table
+
+
+def _steps_table() -> Table:
+    return _table(
         ["step", "item", "saved at"],
         ["raw", "written", "times smaller", "packs", "records mean/max", "built on"],
     )
-    for entry in root["steps"]:
+
+
+def bases_table(root: Document) -> Table:
+    """What `ls --bases` shows: kept states, as the steps they were."""
+    table = _steps_table()
+    _add_rows(
+        table,
+        (
+            entry | {"step": f"{entry['number']}  {entry['step']}"}
+            for entry in root["bases"]
+        ),
+    )
+    return table
+
+
+def _add_rows(table: Table, entries: Iterable[Document]) -> None:
+    for entry in entries:
         if "error" in entry:
             table.add_row(_step(entry), entry["item"], "damaged", style="red")
             continue
@@ -77,9 +127,6 @@ def steps_table(root: Document) -> Table:
             _records(entry),
             entry["predecessor"] or "-",
         )
-    for name in root["other_steps"]:
-        table.add_row(name, "-", "other", style="dim")
-    return table
 
 
 def _step(entry: Document) -> str:
@@ -104,14 +151,21 @@ def store_lines(root: Document) -> list[str | Text]:
             f"Store: {_packs(store['packs'], store['bytes'])}. Are some dead? "
             f"orbax-delta prune --dry-run {root['root']}"
         )
-    damaged = (entry for entry in (store, *root["steps"]) if "error" in entry)
+    if root["bases"]:
+        kept = ", ".join(str(entry["number"]) for entry in root["bases"])
+        lines.append(
+            f"Kept whatever is deleted: the state of step {kept}. More: orbax-delta ls "
+            f"--bases {root['root']}"
+        )
+    entries = (store, *root["steps"], *root["bases"])
+    damaged = (entry for entry in entries if "error" in entry)
     lines += [Text(entry["error"]["message"], style="red") for entry in damaged]
     return lines
 
 
 def facts_table(step: Document) -> Table:
     """What `show` says of a step."""
-    table = Table(show_header=False, pad_edge=False)
+    table = _PlainTable(show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     before = step["predecessor"]
@@ -194,14 +248,22 @@ def problem_lines(report: Document) -> list[str]:
             lines.append(f"   step{plural} {_names(problem['steps'])}{item}")
         if leaf:
             lines.append(f"   {problem['file']}")
-        lines += [f"   {problem['what']}", ""]
+        lines.append(f"   {problem['what']}")
+        if problem["healed_by"]:
+            lines.append(
+                f"   It restores all the same: {problem['healed_by']} holds the same "
+                "content. `orbax-delta repair` writes it back."
+            )
+        lines.append("")
     return lines
 
 
 def verify_lines(report: Document) -> list[str | Text]:
     """What `verify` looked at, and its verdict."""
     lines: list[str | Text] = [
-        f"{_count(len(report['steps']), 'step')}, {_count(report['chunks'], 'chunk')} "
+        f"{_count(len(report['steps']), 'step')}, "
+        f"{_count(len(report['bases']), 'kept base')}, "
+        f"{_count(report['chunks'], 'chunk')} "
         f"({report['chunks_decoded']:,} different ones decoded), "
         f"{_packs(report['packs'], report['pack_bytes'])}, "
         f"{report['total_seconds']:.1f} s."
@@ -213,13 +275,33 @@ def verify_lines(report: Document) -> list[str | Text]:
             f"Named by no step: {_count(len(report['unnamed_packs']), 'pack')}, "
             "garbage that prune removes, or of a save under way."
         )
-    whole = report["whole_steps"]
+    whole = report["newest_whole"]
     if report["ok"]:
         lines.append(Text("Nothing is wrong.", style="green"))
     else:
-        tail = f"the newest whole step is {whole[-1]}" if whole else "no step is whole"
+        tail = f"the newest whole step is {whole}" if whole else "no step is whole"
         problems = _count(len(report["problems"]), "problem")
         lines.append(Text(f"{problems}; {tail}.", style="red"))
+    return lines
+
+
+def repair_lines(report: Document) -> list[str | Text]:
+    """What `repair` did, what it could not do, and what is left."""
+    verb = "Would mend" if report["dry_run"] else "Mended"
+    lines: list[str | Text] = [
+        f"{verb} {mend['file']}: {mend['what']}." for mend in report["mended"]
+    ]
+    lines += [
+        Text(f"Could not mend {mend['file']}: {mend['what']}", style="red")
+        for mend in report["failed"]
+    ]
+    if report["ok"]:
+        lines.append(Text("Nothing is wrong.", style="green"))
+    elif report["dry_run"]:
+        lines.append(f"Now: {_count(len(report['problems']), 'problem')}.")
+    else:
+        left = _count(len(report["problems"]), "problem")
+        lines.append(Text(f"Left: {left}; orbax-delta verify says more.", style="red"))
     return lines
 
 

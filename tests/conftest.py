@@ -35,3 +35,35 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 def root(tmp_path):
     """An empty folder for a CheckpointManager."""
     return tmp_path / "run"
+
+
+# --- what was tried, in one line at the end -------------------------------------------
+
+_TRIED = {
+    "crash_points": "crash points",
+    "failures": "injected failures",
+    "kills": "killed processes",
+    "damage_cases": "damage cases",
+    "races": "interleavings",
+    "fuzz_inputs": "hostile inputs",
+}
+"""Properties that tests record (`record_property`), and what they count."""
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Sum up what passed tests tried; a wrong value or a lost step fails its test."""
+    passed = terminalreporter.stats.get("passed", [])
+    totals = dict.fromkeys(_TRIED, 0)
+    for report in passed:
+        for name, value in report.user_properties:
+            if name in totals:
+                totals[name] += value
+    if any(totals.values()):
+        counts = ", ".join(f"{totals[name]:,} {noun}" for name, noun in _TRIED.items())
+        failed = terminalreporter.stats.get("failed", [])
+        verdict = (
+            f"{len(failed)} tests failed, see above"
+            if failed
+            else "0 wrong values, 0 lost committed steps"
+        )
+        terminalreporter.write_line(f"tried {counts}: {verdict}")

@@ -41,17 +41,14 @@ def state(step: int) -> dict[str, Any]:
     }
 
 
-def make(folder: Path) -> Path:
+def make(folder: Path, **options: Any) -> Path:
     """Save `STEPS` and one more, which Orbax deletes, with small chunks and packs."""
+    settings = {"chunk_bytes": 4096, "pack_bytes": 16 << 10, "full_every": 100}
     keep = ocp.CheckpointManagerOptions(max_to_keep=len(STEPS))
     with pytest.MonkeyPatch.context() as patch:
         strategies.skip_disk_sync(patch)
         with strategies.open_run(
-            folder,
-            manager_options=keep,
-            chunk_bytes=4096,
-            pack_bytes=16 << 10,
-            full_every=100,
+            folder, manager_options=keep, **(settings | options)
         ) as run:
             for step in (1, *STEPS):
                 run.save(step, state(step))

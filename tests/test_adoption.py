@@ -246,7 +246,7 @@ def numbers(step):
 @pytest.fixture
 def three_steps(root):
     """A root with steps 0, 1 and 2, each with packs of its own."""
-    with open_run(root, full_every=0) as run:
+    with open_run(root, full_every=0, keep_bases=0) as run:
         for step in range(3):
             run.save(step, {"w": numbers(step), "step": step})
     return root

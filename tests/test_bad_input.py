@@ -403,20 +403,21 @@ def test_save_beside_newer_files_keeps_everything(saved, what, caplog):
     [
         ("", r"STORE\.json is not JSON .*restore it from a copy"),
         ("[]", r"STORE\.json is not the file of a delta store"),
-        ('{"magic": "orbax-delta-store", "format_version": 0}', r"has no uuid"),
+        ('{"magic": "orbax-delta-store", "format_version": 0}', r"its digest is"),
     ],
 )
 def test_damaged_store_file(saved, text, message):
     """A store file that is none is neither read nor replaced."""
+    damage = orbax_delta.FormatError, orbax_delta.CorruptionError
     (saved / STORE / "STORE.json").write_text(text)
     with _Unchanged(saved):
-        with pytest.raises(orbax_delta.FormatError, match=message):
+        with pytest.raises(damage, match=message):
             open_store(saved)
         with open_run(saved) as run:
-            with pytest.raises(orbax_delta.FormatError, match=message):
+            with pytest.raises(damage, match=message):
                 run.restore(1)
             run.manager.save(2, args=ocp.args.StandardSave(state(2)))
-            with pytest.raises(orbax_delta.FormatError, match=message):
+            with pytest.raises(damage, match=message):
                 run.manager.wait_until_finished()
 
 

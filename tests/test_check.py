@@ -16,18 +16,33 @@ from etils import epath
 from strategies import STORE, packs_named, packs_on_disk, read_manifest, read_step
 
 import orbax_delta
-from orbax_delta import check, codecs, errors, parts, reader, records
-from orbax_delta.check import Problem
+from orbax_delta import (
+    check,
+    cli,
+    codecs,
+    errors,
+    owners,
+    parts,
+    prune,
+    reader,
+    records,
+)
 from orbax_delta.codecs import Form
 from orbax_delta.dtypes import Rule
-from orbax_delta.errors import CorruptionError, DeltaError, NotFoundError
+from orbax_delta.errors import CorruptionError, DeltaError, FormatError, NotFoundError
+from orbax_delta.findings import Problem
 from orbax_delta.manifests import encode_manifest
+from orbax_delta.marks import Mark
+from orbax_delta.owners import Owner
+from orbax_delta.store import DeltaStore, Folder, store_document
+
+PIN = Mark(owner=Owner(host="elsewhere", pid=7, start=""), packs=[]).encode()
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A healthy root that no test changes."""
-    return roots.make(tmp_path_factory.mktemp("made") / "run")
+    """A healthy root without kept bases, that no test changes."""
+    return roots.make(tmp_path_factory.mktemp("made") / "run", keep_bases=0)
 
 
 @pytest.fixture
@@ -304,7 +319,8 @@ def test_store_file_missing(run):
         (b"", "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
         (b"[]", "is not the file of a delta store"),
-        (b'{"magic": "orbax-delta-store", "format_version": 0}', "has no uuid"),
+        (b'{"magic": "orbax-delta-store", "format_version": 0}', "its digest is"),
+        (b'{"magic": 1, "magic": "orbax-delta-store"}', "names 'magic' twice"),
         (b'{"magic": "orbax-delta-store", "format_version": 9}', "format version 9"),
     ],
 )
@@ -322,7 +338,7 @@ def test_store_of_another_root(run):
     """Steps whose store was replaced say which store they need."""
     path = run / STORE / "STORE.json"
     document = json.loads(path.read_text())
-    path.write_text(json.dumps(document | {"uuid": "f" * 32}))
+    path.write_bytes(store_document("f" * 32))
     report = check.verify(str(run))
     assert report.whole_steps == []
     assert all(document["uuid"] in problem.what for problem in report.problems)
@@ -339,10 +355,17 @@ def test_marker_missing(run):
 @pytest.mark.parametrize("folder", ["pins", "condemned"])
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"{", "is damaged"), (b'{"format_version": 3}', "format version 3")],
+    [
+        (b"{", "is damaged"),
+        (b"notes", "is damaged"),
+        (b'{"format_version": 3}', "format version 3"),
+        (PIN, "is not named like a"),
+        (PIN.replace(b"7", b"8"), "remove it. Until then prune refuses to run"),
+    ],
+    ids=["cut", "foreign", "newer", "foreign name", "damaged"],
 )
 def test_marks_damaged(run, folder, content, message):
-    """A damaged or newer pin or mark stops prune, so it is a problem."""
+    """A damaged, newer or foreign pin or mark stops or misleads prune: a problem."""
     (run / STORE / folder).mkdir(exist_ok=True)
     (run / STORE / folder / "some").write_bytes(content)
     report = check.verify(str(run))
@@ -351,11 +374,229 @@ def test_marks_damaged(run, folder, content, message):
     assert message in problem.what
 
 
-def test_foreign_file_among_packs(run):
+def test_a_marker_that_is_not_empty(run):
+    """The marker holds nothing; what wrote into it did not know the store."""
+    (run / STORE / "commit_success.txt").write_bytes(b"ok")
+    (problem,) = check.verify(str(run)).problems
+    assert problem.file == f"{STORE}/commit_success.txt"
+    assert "holds 2 bytes, not none" in problem.what
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "sub/x"])
+def test_foreign_file_among_packs(run, name):
     """A file that is no pack stops prune, so it is a problem."""
-    (run / STORE / "packs" / "notes.txt").write_text("mine")
+    Folder(str(run / STORE / "packs")).write(name, b"mine")
     report = check.verify(str(run))
-    assert files(report) == {f"{STORE}/packs/notes.txt"}
+    assert files(report) == {f"{STORE}/packs/{name}"}
+    with pytest.raises(FormatError, match=r"not named like a pack.*Move it away"):
+        prune.plan(DeltaStore.open(Folder(str(run))))
+
+
+def test_files_of_the_file_system(run):
+    """Dot files and unfinished writes of killed processes stop nothing: no problem."""
+    for folder in ("packs", "pins", "condemned"):
+        (run / STORE / folder).mkdir(exist_ok=True)
+        (run / STORE / folder / ".nfs00001").write_bytes(b"?")
+        (run / STORE / folder / f"{'0f' * 16}-p0-0.__lock").write_bytes(b"half")
+    assert check.verify(str(run)).ok
+    prune.plan(DeltaStore.open(Folder(str(run))))
+
+
+def test_foreign_file_called_manifest(run):
+    """It stops prune, which says so as verification does: move it away."""
+    (run / "src").mkdir()
+    (run / "src" / "MANIFEST").write_text("include README.md")
+    report = check.verify(str(run))
+    assert files(report) == {"src/MANIFEST"}
+    assert list(report.whole_steps) == ["2", "3", "4", "5"]
+    with pytest.raises(FormatError, match=r"src/MANIFEST .*move it out of this root"):
+        prune.plan(DeltaStore.open(Folder(str(run))))
+
+
+def test_a_step_that_lost_its_manifest(run, capsys):
+    """Beside its part it is still a step, which does not restore."""
+    (run / "3/default/MANIFEST").unlink()
+    report = check.verify(str(run))
+    (problem,) = report.problems
+    assert problem.file == "3/default/MANIFEST"
+    assert (problem.steps, problem.item) == (("3",), "default")
+    assert "holds no MANIFEST, beside part-" in problem.what
+    assert "Put the MANIFEST back from a copy, or delete the folder" in problem.what
+    assert report.steps == ("2", "3", "4", "5")
+    assert report.whole_steps == ["2", "4", "5"]
+    assert check.verify(str(run), ["2", "4", "5"]).ok
+    assert cli.main(["ls", str(run)]) == CorruptionError.exit_code
+    out = capsys.readouterr().out
+    assert "3     default  damaged" in out
+    assert "step 3, item 'default'" in out
+    assert cli.main(["show", str(run), "3"]) == CorruptionError.exit_code
+    # Nothing is said of it once the folder has gone.
+    shutil.rmtree(run / "3")
+    assert check.verify(str(run)).ok
+
+
+def test_one_of_two_items_lost_its_manifest(root):
+    """The other item is whole; the step is not."""
+    registry = orbax_delta.handler_registry(item=("params", "opt"), keep_bases=0)
+    with ocp.CheckpointManager(root, handler_registry=registry) as manager:
+        for step in range(2):
+            tree = {"w": np.arange(10.0) + step}
+            saves = {name: ocp.args.StandardSave(tree) for name in ("params", "opt")}
+            manager.save(step, args=ocp.args.Composite(**saves))
+            manager.wait_until_finished()
+    assert check.verify(str(root)).ok
+    (root / "1/opt/MANIFEST").unlink()
+    report = check.verify(str(root))
+    assert [(p.steps, p.item) for p in report.problems] == [(("1",), "opt")]
+    assert report.whole_steps == ["0"]
+
+
+def test_a_lost_manifest_of_a_self_contained_checkpoint(tmp_path):
+    """Its packs lie beside it, so it is no step of a manager."""
+    with ocp.Checkpointer(orbax_delta.DeltaCheckpointHandler()) as checkpointer:
+        tree = {"w": np.arange(2000.0)}
+        checkpointer.save(tmp_path / "runs3/7", args=orbax_delta.DeltaSave(tree))
+    (tmp_path / "runs3/7/MANIFEST").unlink()
+    report = check.verify(str(tmp_path / "runs3"))
+    assert [(p.file, p.steps) for p in report.problems] == [("7/MANIFEST", ("7",))]
+
+
+def test_a_step_that_goes_while_its_manifest_is_missed(run):
+    """A deletion that takes the MANIFEST first is no loss once it is done."""
+    (run / "3/default/MANIFEST").unlink()
+
+    def delete(what, done, total):
+        if what == "packs":
+            shutil.rmtree(run / "3", ignore_errors=True)
+
+    report = check.verify(str(run), progress=delete)
+    assert report.ok
+    assert report.vanished == ("3",)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "lost"),
+    [("live", False), ("elsewhere", False), ("dead", True), ("damaged", True)],
+)
+def test_a_save_that_has_not_put_its_manifest_yet(run, pinned, lost):
+    """Where a marker commits a step it is written under its final name: no problem."""
+    attempt = "0f" * 16
+    (run / "9/default").mkdir(parents=True)
+    (run / f"9/default/part-{attempt}-p0").write_bytes(b"")
+    me = owners.this_process()
+    owner = {
+        "live": me,
+        "damaged": me,
+        "elsewhere": dataclasses.replace(me, host="elsewhere"),
+        "dead": dataclasses.replace(me, start="0"),
+    }[pinned]
+    pin = run / STORE / "pins" / f"{attempt}-p0"
+    pin.parent.mkdir(exist_ok=True)
+    pin.write_bytes(Mark(owner=owner, packs=[]).encode()[pinned == "damaged" :])
+    said = files(check.verify(str(run)))
+    assert ("9/default/MANIFEST" in said) == lost
+    assert (f"{STORE}/pins/{pin.name}" in said) == (pinned == "damaged")
+
+
+def test_temporary_folders(run):
+    """A part without MANIFEST, or a MANIFEST, in one is what a crash leaves there."""
+    for name, tmp in (("6", "default.orbax-checkpoint-tmp"), ("7", "default")):
+        folder = run / f"{name}.orbax-checkpoint-tmp" / tmp
+        shutil.copytree(run / "5/default", folder)
+    (run / "6.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp/MANIFEST").unlink()
+    assert check.verify(str(run)).ok
+
+
+def test_saves_under_way_and_other_handlers(root, monkeypatch):
+    """Looked at just before and after each write of a save, all is well."""
+    found = []
+    with ocp.CheckpointManager(root) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": np.arange(10.0)}))
+    strategies.skip_disk_sync(monkeypatch)
+    write = Folder.write
+
+    def looked_at(self, key, data):
+        if root.exists() and not key.startswith("STORE"):
+            found.append(check.verify(str(root)).problems)
+        write(self, key, data)
+        found.append(check.verify(str(root)).problems)
+
+    with strategies.open_run(root, chunk_bytes=4096, pack_bytes=8192) as run:
+        for step in range(1, 4):
+            run.save(step, roots.state(step))
+        monkeypatch.setattr(Folder, "write", looked_at)
+        for step in range(4, 6):
+            run.save(step, roots.state(step))
+    assert found == [[]] * len(found)
+    assert len(found) > 10
+
+
+def test_a_step_copied_to_another_number(run):
+    """It restores, as what it was and not what its name says; both are named."""
+    shutil.copytree(run / "3", run / "9")
+    report = check.verify(str(run))
+    misnamed, copied = report.problems
+    assert (misnamed.file, misnamed.steps) == ("9/default/MANIFEST", ("9",))
+    assert "by its MANIFEST it is step 3" in misnamed.what
+    assert "Give the folder its right name, or delete it" in misnamed.what
+    assert copied.steps == ("3", "9")
+    assert "3/default, 9/default are one save" in copied.what
+    assert report.whole_steps == ["2", "3", "4", "5", "9"]
+    shutil.rmtree(run / "9")
+    assert check.verify(str(run)).ok
+
+
+def test_two_steps_exchanged(run):
+    """Each is called what the other is."""
+    (run / "3").rename(run / "x")
+    (run / "4").rename(run / "3")
+    (run / "x").rename(run / "4")
+    report = check.verify(str(run))
+    assert [(p.file, p.steps) for p in report.problems] == [
+        ("3/default/MANIFEST", ("3",)),
+        ("4/default/MANIFEST", ("4",)),
+    ]
+    assert "it is step 4" in report.problems[0].what
+    assert "it is step 3" in report.problems[1].what
+
+
+def test_an_item_under_another_name(run):
+    """The MANIFEST knows the name of its item."""
+    (run / "4/default").rename(run / "4/params")
+    (problem,) = check.verify(str(run)).problems
+    assert (problem.file, problem.item) == ("4/params/MANIFEST", "params")
+    assert "it is item 'default', not 'params'" in problem.what
+
+
+def test_links_to_steps(run):
+    """`latest` is no copy, wherever it points."""
+    (run / "latest").symlink_to(run / "5")
+    assert check.verify(str(run)).ok
+
+
+def test_copies_that_anybody_may_make(tmp_path):
+    """A self-contained checkpoint may be copied and renamed."""
+    with ocp.Checkpointer(orbax_delta.DeltaCheckpointHandler()) as checkpointer:
+        args = orbax_delta.DeltaSave({"w": np.arange(2000.0)})
+        checkpointer.save(tmp_path / "runs/final", args=args)
+    for name in ("7", "other"):
+        shutil.copytree(tmp_path / "runs/final", tmp_path / "runs" / name)
+    assert check.verify(str(tmp_path / "runs")).ok
+
+
+def test_a_folder_that_was_listed_twice(run):
+    """One that is renamed while it is listed can be found under both names."""
+    shutil.copytree(run / "4", run / "step_4")
+    (problem,) = check.verify(str(run)).problems
+    assert problem.steps == ("4", "step_4")
+
+    def renamed(what, done, total):
+        if what == "MANIFESTs" and done == total:
+            shutil.rmtree(run / "4")
+
+    report = check.verify(str(run), progress=renamed)
+    assert report.ok
+    assert "step_4" in report.whole_steps
 
 
 def test_newer_manifest(run):

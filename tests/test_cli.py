@@ -72,7 +72,8 @@ def test_ls(made, command):
     """One line a step with what its save wrote, and the store's totals at the end."""
     code, out, err = command("ls", made)
     assert (code, err) == (0, "")
-    head, *steps, last = lines_of(out)
+    head, *steps, last, kept = lines_of(out)
+    assert kept[0].startswith("Kept whatever is deleted: the state of step 1. More: ")
     assert head == [
         *("step", "item", "saved at", "raw", "written", "times smaller", "packs"),
         *("records mean/max", "built on"),
@@ -98,7 +99,7 @@ def test_ls_as_json(made, document):
     """The same as numbers."""
     code, found = document("ls", made)
     assert code == 0
-    assert set(found) == {"root", "store", "steps", "other_steps"}
+    assert set(found) == {"root", "store", "steps", "bases", "other_steps"}
     assert found["root"] == f"{made}/"
     assert found["store"] == {
         "url": f"{made}/{STORE}/",
@@ -136,7 +137,7 @@ def test_ls_reads_only_manifests(run, command):
         path.write_bytes(b"?")
     code, out, _ = command("ls", run)
     assert code == 0
-    assert len(lines_of(out)) == 6
+    assert len(lines_of(out)) == 7
 
 
 def test_ls_of_a_damaged_root(run, command, document):
@@ -162,7 +163,7 @@ def test_ls_of_a_step_with_a_damaged_report(run, command, document):
     code, out, _ = command("ls", run)
     assert code == 20
     assert lines_of(out)[2] == ["3", "default", "damaged"]
-    assert "the report of a MANIFEST is damaged" in out.splitlines()[-1]
+    assert "MANIFEST is damaged in colour" in out.splitlines()[-1]
     code, found = document("verify", run)
     assert code == 22
     assert [problem["file"] for problem in found["problems"]] == ["3/default/MANIFEST"]
@@ -325,7 +326,7 @@ def test_verify(made, command, document):
     code, out, err = command("verify", made)
     assert (code, err) == (0, "")
     first, second = out.splitlines()
-    assert first.startswith("4 steps, ")
+    assert first.startswith("4 steps, 1 kept base, ")
     assert second == "Nothing is wrong."
     code, found = document("verify", made, 2, 3)
     assert code == 0
@@ -357,7 +358,8 @@ def test_verify_damage(run, command, document):
     assert found["ok"] is False
     assert found["whole_steps"] == ["2", "3", "4"]
     chunk = found["problems"][-1]
-    assert set(chunk) == {"what", "file", "steps", "item", "leaf", "chunk"}
+    fields = {"what", "file", "steps", "item", "leaf", "chunk", "healed_by"}
+    assert set(chunk) == fields
     assert (chunk["leaf"], chunk["steps"]) == ("noise", ["5"])
 
 
@@ -384,7 +386,7 @@ def test_prune(run, command, document):
     assert (code, err) == (0, "")
     assert {line[0] for line in lines_of(out)} >= dead
     assert f"Dead: {len(dead)} packs ({human_bytes(size)}), named by none." in out
-    assert "named by 2 MANIFESTs and 0 pins" in out
+    assert "named by 3 MANIFESTs and 0 pins" in out  # of a kept base, too
     assert out.endswith("Nothing was deleted.\n")
     assert strategies.listing(run) == before
     code, found = document("prune", run, "--dry-run")
@@ -600,7 +602,8 @@ def test_on_a_terminal(made, run, monkeypatch, capfd):
         assert cli.main(list(map(str, arguments))) == 0
         out, err = capfd.readouterr()
         plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
-        table = [line for line in plain.splitlines() if not line.startswith("Store")]
+        lines = plain.splitlines()
+        table = [line for line in lines if not line.startswith(("Store", "Kept"))]
         assert max(map(len, table)) <= 100
         assert "MANIFESTs" in err
     assert "\x1b[32mNothing is wrong" in out

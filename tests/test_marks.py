@@ -6,22 +6,29 @@ import os
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import xxhash
 
-from orbax_delta import marks, owners, store
-from orbax_delta.errors import DeltaError, FormatError, UnsupportedVersionError
+from orbax_delta import jsontext, marks, owners, store
+from orbax_delta.errors import (
+    CorruptionError,
+    DeltaError,
+    FormatError,
+    UnsupportedVersionError,
+)
 from orbax_delta.marks import Mark
 from orbax_delta.owners import Owner
 
 PACK = "00000000000000000000000000000000-p0-0"
 GOLDEN_PIN = (
-    b'{"format_version": 0, '
+    b'{"digest": "f52f063e205c2343f41911cc8d172028", "format_version": 0, '
     b'"owner": {"host": "node-1", "pid": 4711, "start": "99"}, '
     b'"packs": ["00000000000000000000000000000000-p0-0"]}'
 )
 PIN = Mark(owner=Owner(host="node-1", pid=4711, start="99"), packs=(PACK,))
 
 GOLDEN_STORE = (
-    b'{"format_version": 0, "magic": "orbax-delta-store", '
+    b'{"digest": "f28ec571c9f9b76ac8cf30f6d92ceb3c", "format_version": 0, '
+    b'"magic": "orbax-delta-store", '
     b'"uuid": "abababababababababababababababab"}\n'
 )
 
@@ -31,8 +38,12 @@ def _parse(data):
 
 
 def _pin(**changes):
-    document = json.loads(GOLDEN_PIN) | changes
-    return json.dumps(document).encode()
+    """A pin with other fields, and the digest that these have."""
+    return jsontext.sealed(json.loads(GOLDEN_PIN) | changes)
+
+
+def _store_file(**changes):
+    return jsontext.sealed(json.loads(GOLDEN_STORE) | changes)
 
 
 def test_a_pin_is_these_bytes():
@@ -51,17 +62,47 @@ def test_any_mark_comes_back(host, pid, start, count):
     assert _parse(mark.encode()) == mark
 
 
-def test_a_changed_byte_is_a_mark_or_a_typed_error():
-    """All 255 other values at each byte; a mark has no checksum of its own."""
-    for position in range(len(GOLDEN_PIN)):
-        damaged = bytearray(GOLDEN_PIN)
+@pytest.mark.parametrize("golden", [GOLDEN_PIN, GOLDEN_STORE], ids=["pin", "store"])
+def test_a_changed_byte_is_noticed(golden):
+    """All 255 other values at each byte; other white space and -0 mean the same."""
+    parse = _parse if golden is GOLDEN_PIN else lambda d: store._parse_store(d, "r/")
+    spaces = bytes.maketrans(b"\t\r\n", b"   ")
+    for position in range(len(golden)):
+        damaged = bytearray(golden)
         for mask in range(1, 256):
-            damaged[position] = GOLDEN_PIN[position] ^ mask
-            try:
-                mark = _parse(bytes(damaged))
-            except DeltaError:
+            damaged[position] = golden[position] ^ mask
+            text = bytes(damaged)
+            plain = text.translate(spaces).replace(b"-0,", b" 0,")
+            if plain == golden.translate(spaces):
+                assert parse(text) == parse(golden)
                 continue
-            assert isinstance(mark.owner.known_dead, bool)
+            with pytest.raises(DeltaError, match=r"damaged|not|version"):
+                parse(text)
+
+
+def test_a_changed_name_is_noticed():
+    """A digit changed in the name of a pack gives another name, and another digest."""
+    damaged = GOLDEN_PIN.replace(b"00-p0-0", b"01-p0-0")
+    with pytest.raises(CorruptionError, match=r"pins/x is damaged \(its digest is"):
+        _parse(damaged)
+    damaged = GOLDEN_STORE.replace(b'"ab', b'"bb')
+    with pytest.raises(CorruptionError, match="restore it from a copy, or write what"):
+        store._parse_store(damaged, "r/")
+
+
+def test_the_digest_is_that_of_the_canonical_text():
+    """By hand: names sorted, no white space, ASCII only, the digest itself left out."""
+    text = (
+        '{"format_version":0,"owner":{"host":"node-1","pid":4711,"start":"99"},'
+        f'"packs":["{PACK}"]}}'
+    )
+    expected = xxhash.xxh3_128_hexdigest(text.encode())
+    assert json.loads(GOLDEN_PIN)["digest"] == expected
+    document = {"digest": "x", "b": "\x7f\u00fc\U0001f600\n", "a": None}
+    text = '{"a":null,"b":"\\u007f\\u00fc\\ud83d\\ude00\\n"}'
+    assert jsontext.document_digest(document) == xxhash.xxh3_128_hexdigest(
+        text.encode()
+    )
 
 
 def test_every_mark_that_is_cut_off_is_noticed():
@@ -78,6 +119,12 @@ def test_every_mark_that_is_cut_off_is_noticed():
         b"[0]",
         b"\xff",
         b"[" * 100_000,
+        GOLDEN_PIN.replace(b'"pid": 4711', b'"pid": 4711, "pid": 4711'),
+        GOLDEN_PIN.replace(b'"pid": 4711', b'"pid": NaN'),
+        GOLDEN_PIN.replace(b'"pid": 4711', b'"pid": -Infinity'),
+        GOLDEN_PIN.replace(b'"pid": 4711', b'"pid": 1e999'),
+        GOLDEN_PIN.decode().encode("utf-16"),
+        b"\xef\xbb\xbf" + GOLDEN_PIN,
         _pin(owner=None),
         _pin(owner={"host": "a", "pid": 1}),
         _pin(owner={"host": 1, "pid": 1, "start": ""}),
@@ -101,7 +148,10 @@ def test_a_mark_that_no_writer_makes_is_refused(data):
 
 
 def test_a_newer_mark_is_not_guessed_at():
-    """Its version is looked at before its fields."""
+    """Its version is looked at before its digest and its fields."""
+    newer = json.dumps({"format_version": 1, "digest": 5}).encode()
+    with pytest.raises(UnsupportedVersionError, match="format version 1"):
+        _parse(newer)
     with pytest.raises(UnsupportedVersionError, match="format version 1"):
         _parse(_pin(format_version=1, owner=None))
 
@@ -149,12 +199,19 @@ def test_the_store_file_is_these_bytes():
             UnsupportedVersionError,
             "format version 1",
         ),
-        (GOLDEN_STORE.replace(b"uuid", b"name"), FormatError, "has no uuid"),
+        (GOLDEN_STORE.replace(b"uuid", b"name"), CorruptionError, "its digest is"),
+        (GOLDEN_STORE.replace(b"digest", b"dagest"), CorruptionError, "says None"),
+        (GOLDEN_STORE.replace(b": 0", b": 0, " * 2 + b'"x": 0'), FormatError, "JSON"),
         (
-            GOLDEN_STORE.replace(b'"ab', b'["ab').replace(b"}", b"]}"),
+            GOLDEN_STORE.replace(b"{", b'{"uuid": "00", '),
             FormatError,
-            "uuid",
+            "names 'uuid' twice",
         ),
+        (_store_file(uuid=None), FormatError, "no uuid of 32 hexadecimal digits"),
+        (_store_file(uuid=["ab" * 16]), FormatError, "has no uuid"),
+        (_store_file(uuid="AB" * 16), FormatError, "has no uuid"),
+        (_store_file(uuid="ab" * 17), FormatError, "has no uuid"),
+        (_store_file(uuid="ab" * 16 + "\n"), FormatError, "has no uuid"),
     ],
 )
 def test_a_damaged_store_file_is_refused(data, error, message):

@@ -20,6 +20,7 @@ RANGES = {
     "max_chain": (1, 200),
     "read_budget": (1.0, 100.0),
     "refresh_every": (1, 30_000),
+    "keep_bases": (0, 100),
     "threads": (1, 256),
 }
 """Smallest and largest value of each field that is a number."""
@@ -34,6 +35,7 @@ def test_defaults_are_those_of_the_documentation():
         "max_chain": 20,
         "read_budget": 2.0,
         "refresh_every": 30,
+        "keep_bases": 2,
         "threads": None,
         "auto_prune": True,
     }

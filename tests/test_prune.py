@@ -398,7 +398,7 @@ def test_a_failing_prune_takes_its_mark_back(store, root, monkeypatch):
 def test_a_condemned_pack_is_not_built_upon(root, caplog):
     """A saver writes in full what lies in packs that a prune is about to delete."""
     tree = {"w": np.random.default_rng(0).standard_normal(500)}
-    with open_run(root, auto_prune=False) as run:
+    with open_run(root, auto_prune=False, keep_bases=0) as run:
         run.save(0, tree)
         store = DeltaStore.open(Folder(str(root)))
         old = packs_on_disk(root)

@@ -250,7 +250,7 @@ def _head(**changes):
         (_head(), [(32, 60)], CorruptionError, "do not reach its index"),
         (_head(), [(32, 68), (32, 68)], CorruptionError, "leave a hole"),
         (_head(), [(32, 68), (100, 8)], CorruptionError, "do not reach its index"),
-        (_head(), [], CorruptionError, "do not reach its index"),
+        (_head(), [], CorruptionError, "no pack is empty"),
     ],
 )
 def test_a_pack_that_no_writer_makes_is_refused(head, spans, error, message):

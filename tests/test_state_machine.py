@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from strategies import assert_same_tree, open_run
 
 import orbax_delta
-from orbax_delta import prune
+from orbax_delta import prune, repair
 from orbax_delta.store import DeltaStore, Folder
 
 PICK = st.integers(0, 1000)
@@ -69,6 +69,11 @@ class Machine(RuleBasedStateMachine):
         self.trash = {}  # step -> tree, below root/trash
         self.gone = set()  # steps that were deleted
         self.run = None
+
+    @property
+    def trash_folder(self):
+        """Where steps are moved to."""
+        return self.root / "trash"
 
     @initialize(seed=strategies.SEEDS, options=strategies.option_values())
     def begin(self, seed, options):
@@ -174,6 +179,29 @@ class Machine(RuleBasedStateMachine):
     def prune(self):
         """Prune from the command line while the run goes on."""
         prune_now(self.root)
+
+    @rule(pick=PICK, bit=st.integers(0, 1 << 20))
+    def rot_and_repair(self, pick, bit):
+        """A bit flips in a pack; what no repair mends is an error, and is deleted."""
+        packs = sorted(strategies.packs_on_disk(self.root))
+        if not packs:
+            return
+        path = self.root / strategies.STORE / "packs" / self._pick(packs, pick)
+        data = bytearray(path.read_bytes())
+        bit %= 8 * len(data)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        repair.repair(str(self.root))
+        for folder, steps in ((self.root, self.model), (self.trash_folder, self.trash)):
+            for step, tree in list(steps.items()):
+                item = folder / str(step) / "default"
+                try:
+                    assert_same_tree(restore_alone(item), tree)
+                except orbax_delta.CorruptionError:
+                    shutil.rmtree(item.parent)
+                    del steps[step]
+                    self.gone.add(step)
+        self.run.manager.reload()
 
     @rule(pick=PICK, restore=st.booleans())
     def reopen(self, pick, restore):

@@ -162,6 +162,8 @@ def test_find(folder):
     assert folder.find("M", max_depth=0, skip="skip") == ["M"]
     assert len(folder.find("M", max_depth=3, skip="skip")) == 4
     assert folder.find("none", max_depth=3, skip="skip") == []
+    assert folder.find("M?", max_depth=3, skip="skip") == ["1/M2"]
+    assert folder.find("*M*", max_depth=1, skip="skip") == ["1/M", "1/M2", "1/xM", "M"]
 
 
 def test_find_goes_through_links(tmp_path):
@@ -307,8 +309,8 @@ def test_markers_are_renewed(folder):
         ({"magic": "other"}, FormatError, "is not the file of a delta store"),
         ({"format_version": 1}, UnsupportedVersionError, "format version 1.*Upgrade"),
         ({"format_version": None}, UnsupportedVersionError, "format version None"),
-        ({"uuid": ""}, FormatError, "has no uuid"),
-        ({"uuid": 3}, FormatError, "has no uuid"),
+        ({"uuid": ""}, CorruptionError, "is damaged .its digest is"),
+        ({"digest": None}, CorruptionError, "is damaged .its digest is"),
     ],
 )
 def test_damaged_store_files(folder, document, error, message):

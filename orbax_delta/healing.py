@@ -1,0 +1,136 @@
+"""Healing: the content of a damaged chunk from another list of records.
+
+A chunk that was written anew (a refresh, a full record, a kept base) has lists in
+several packs, and every row says by its digest what its list yields. So where one list
+is damaged, any other row of the root with that digest will do. Does not belong here:
+writing anything back.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from orbax_delta import listing, reader, steps
+from orbax_delta.codecs import Bytes
+from orbax_delta.errors import CorruptionError, DeltaError, StorageError
+from orbax_delta.listing import Item, Root
+from orbax_delta.parts import Row
+from orbax_delta.places import Place
+from orbax_delta.reader import Fetched, Request
+from orbax_delta.steps import Step
+
+_logger = logging.getLogger("orbax_delta")
+
+Wanted = tuple[bytes, int]
+"""Digest and size of a content."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Content that another list of records yields.
+
+    Attributes:
+        content: The content, checked against the digest.
+        step: Folder of the step or base whose row names that list.
+    """
+
+    content: Bytes
+    step: str
+
+
+def wanted(request: Request) -> Wanted:
+    """What a chunk's content is known by."""
+    return request.row.digest, request.content_bytes
+
+
+def find(root: Root, damaged: Iterable[Request]) -> dict[Wanted, Found]:
+    """Look through all steps and kept bases of a root, newest first.
+
+    Args:
+        root: The root.
+        damaged: Chunks whose own list does not yield what their row says.
+
+    Returns:
+        What was found; nothing for chunks that no other list yields.
+    """
+    tried: dict[Wanted, set[object]] = {}
+    for request in damaged:
+        tried.setdefault(wanted(request), set()).add(_list_of(request.row))
+    found: dict[Wanted, Found] = {}
+    for item in reversed(root.everything):
+        step = _open(item)
+        if step is None:
+            continue
+        for row in step.rows:
+            request = Request(leaf=step.manifest.leaves[row.leaf], row=row)
+            key = wanted(request)
+            if key not in tried or key in found or _list_of(row) in tried[key]:
+                continue
+            tried[key].add(_list_of(row))
+            content = _read(step, request)
+            if content is not None:
+                found[key] = Found(content=content, step=item.step)
+        if len(found) == len(tried):
+            break
+    return found
+
+
+def _list_of(row: Row) -> object:
+    return row.refs, row.rule
+
+
+def _open(item: Item) -> Step | None:
+    if item.manifest is None:
+        return None
+    try:
+        return steps.open_step(item.place)
+    except DeltaError:
+        return None  # damaged too, or it has just been deleted: it cannot help
+
+
+def _read(step: Step, request: Request) -> Bytes | None:
+    try:
+        return reader.read_one(step.packs, request)
+    except (CorruptionError, StorageError):
+        return None  # the next list may be better
+
+
+def _find_in_root(place: Place, damaged: Sequence[Request]) -> Mapping[Wanted, Found]:
+    if place.root_url is None:
+        return {}
+    try:
+        return find(listing.read_root(place.root_url), damaged)
+    except DeltaError as error:
+        # It must not hide the damage that was found first.
+        _logger.error("could not look for other records: %s", error)
+        return {}
+
+
+def heal(place: Place, failing: Sequence[Fetched]) -> Mapping[Wanted, Found]:
+    """Content for every chunk that failed, from other lists of the same root.
+
+    Raises:
+        CorruptionError: A chunk is damaged and no other list yields its content.
+        StorageError: The same, where the storage did not give the records.
+    """
+    found = _find_in_root(place, [got.request for got in failing])
+    lost = [got for got in failing if wanted(got.request) not in found]
+    if lost:
+        first = lost[0].error
+        kind = StorageError if isinstance(first, StorageError) else CorruptionError
+        more = f" (and {len(lost) - 1} more chunks)" if len(lost) > 1 else ""
+        raise kind(
+            f"{place.label}: {first}{more}; no other record of the root holds that "
+            "content. `orbax-delta verify` tells what else is damaged"
+        ) from first
+    sources = sorted({one.step for one in found.values()})
+    _logger.error(
+        "%s: %d chunks are damaged (first: %s); their content was found in the "
+        "records of %s. `orbax-delta repair %s` writes it back",
+        place.label,
+        len(failing),
+        failing[0].error,
+        ", ".join(sources),
+        place.root_url,
+    )
+    return found

@@ -1,0 +1,57 @@
+"""Parts that lie in a folder without their MANIFEST, and are not being saved.
+
+A step is there when its MANIFEST is, so such a folder is none to a reader or a prune;
+but a step that has lost its MANIFEST must not look as if it had never been.
+"""
+
+from collections.abc import Collection, Iterable
+
+from orbax_delta.errors import CorruptionError, DeltaError
+from orbax_delta.manifests import MANIFEST_NAME, PART_NAME
+from orbax_delta.marks import parse_mark
+from orbax_delta.places import TEMPORARY_SUFFIX, Place
+from orbax_delta.store import DeltaStore
+
+
+def lost_manifests(
+    store: DeltaStore, parts: Iterable[str], known: Collection[str]
+) -> dict[str, str]:
+    """Keys of MANIFESTs that are gone, each with a part that lies where it was.
+
+    Args:
+        store: The store of the root that all keys are relative to.
+        parts: Keys of files that are named as parts are.
+        known: Keys of the MANIFESTs that are there.
+    """
+    lost: dict[str, str] = {}
+    for part in parts:
+        path, _, name = part.rpartition("/")
+        key = f"{path}/{MANIFEST_NAME}".removeprefix("/")
+        unfinished = TEMPORARY_SUFFIX in part
+        if PART_NAME.fullmatch(name) and not unfinished and key not in known:
+            lost.setdefault(key, part)
+    return {
+        key: part
+        for key, part in lost.items()
+        # In this order: a save writes its MANIFEST before its pin may go.
+        if not _is_being_saved(store, part) and store.root.read(key) is None
+    }
+
+
+def _is_being_saved(store: DeltaStore, part: str) -> bool:
+    """Whether a process that may run pins the attempt of a part."""
+    name = part.rpartition("/")[2].removeprefix("part-")
+    data = store.pins.read(name)
+    try:
+        return data is not None and not parse_mark(data, where=name).owner.known_dead
+    except DeltaError:
+        return False  # a damaged pin is reported as such
+
+
+def loss(place: Place, part: str) -> CorruptionError:
+    """What to tell of a step that has lost its MANIFEST."""
+    return CorruptionError(
+        f"{place.label} holds no {MANIFEST_NAME}, beside {part.rpartition('/')[2]}: it "
+        "was lost, or a save or a deletion of the step was interrupted. Put the "
+        f"{MANIFEST_NAME} back from a copy, or delete the folder"
+    )

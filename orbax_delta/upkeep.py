@@ -1,0 +1,204 @@
+"""What a handler keeps up between and around saves: pins, bases, markers, sweeping.
+
+A save asks for a pin before it builds on anything, and for a sweep when it has
+committed. Nothing here can fail a committed save. Does not belong here: content.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Iterator, Set
+
+from orbax_delta import bases, owners, prune, steps
+from orbax_delta.base import Base
+from orbax_delta.bases import BasePlan, Kept
+from orbax_delta.errors import (
+    ConflictError,
+    CorruptionError,
+    DeltaError,
+    FormatError,
+    NotFoundError,
+    StorageError,
+    UnsupportedVersionError,
+)
+from orbax_delta.manifests import MANIFEST_NAME, Manifest
+from orbax_delta.marks import Mark, read_marks
+from orbax_delta.options import DeltaOptions
+from orbax_delta.places import Place, without_suffix
+from orbax_delta.store import DeltaStore, Folder
+
+_logger = logging.getLogger("orbax_delta")
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class ItemState:
+    """What a handler remembers of one item of one root between saves.
+
+    Attributes:
+        base: Rows and content of the last committed save or restored step.
+        store: The store of the last save; None before the first.
+        pin: Pin of the last save; kept until the next one, because the step's folder
+            is still renamed after the save is done.
+        seen: MANIFESTs found after the last save, by their names once Orbax has renamed
+            their folders; None before the first save and after one that failed.
+        kept: The store's bases, as far as they were read.
+        loose: Pins to delete that the store would not delete; tried again with the
+            next save.
+        lock: One save at a time, whatever calls.
+    """
+
+    base: Base = dataclasses.field(default_factory=Base)
+    store: DeltaStore | None = None
+    pin: str | None = None
+    seen: frozenset[str] | None = None
+    kept: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    loose: set[str] = dataclasses.field(default_factory=set)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+@contextlib.contextmanager
+def pinned(
+    store: DeltaStore, state: ItemState, name: str, needed: Set[str]
+) -> Iterator[None]:
+    """Name the packs that a save builds on, before it relies on them.
+
+    Args:
+        store: The store.
+        state: State of the item; what is gone of its base is dropped.
+        name: Name of the pin.
+        needed: Packs of the base.
+
+    Raises:
+        StorageError: The storage refused it.
+    """
+    mark = Mark(owner=owners.this_process(), packs=sorted(needed))
+    try:
+        store.pins.write(name, mark.encode())
+        dropped = state.base.forget_packs(needed - _usable_packs(store))
+        if dropped:
+            _logger.warning(
+                "%d stored chunks are gone from %s; writing them in full",
+                dropped,
+                store.url,
+            )
+        yield
+    except BaseException:
+        _let_go(store, state, name)
+        raise
+    # Only now may the previous pin go: this one names what that one did. The step is
+    # committed, so a store that fails here costs no more than a late clean-up.
+    previous, state.pin = state.pin, name
+    if previous is not None:
+        _let_go(store, state, previous)
+
+
+def _usable_packs(store: DeltaStore) -> set[str]:
+    """Packs that are there and that nobody is about to delete."""
+    try:
+        condemned = read_marks(store.condemned).values()
+    except UnsupportedVersionError:
+        raise
+    except (CorruptionError, FormatError) as error:
+        # It may be about any pack. Writing all in full is dear, but never wrong.
+        _logger.warning("%s; building on no pack meanwhile", error)
+        return set()
+    doomed = {pack for mark in condemned for pack in mark.packs}
+    return set(store.packs.names()) - doomed
+
+
+def _let_go(store: DeltaStore, state: ItemState, *pins: str) -> None:
+    """Delete pins; one that the store will not delete now is tried again later."""
+    state.loose.update(pins)
+    with contextlib.suppress(StorageError):
+        for pin in sorted(state.loose):
+            store.pins.delete(pin)
+            state.loose.discard(pin)
+
+
+def plan_base(
+    store: DeltaStore, state: ItemState, new: Kept, options: DeltaOptions
+) -> BasePlan | None:
+    """Whether a state becomes a base, and which ones it replaces; None: not known."""
+    try:
+        state.kept = bases.read_bases(store, state.kept)
+    except StorageError as error:
+        # Not worth a failed save: the next one looks again.
+        _logger.warning("no base is kept with this save: %s", error)
+        return None
+    return bases.plan(state.kept, new, options)
+
+
+def keep_base(
+    store: DeltaStore, plan: BasePlan, manifest: Manifest, item: Folder
+) -> None:
+    """Carry out such a plan, once the step is committed."""
+    try:
+        if plan.take:
+            bases.keep(store, manifest, item)
+        # Only now: what they are replaced by is there.
+        for attempt in plan.release:
+            bases.release(store, attempt)
+    except DeltaError as error:
+        _logger.warning("could not keep this step as a base: %s", error)
+
+
+def tidy(
+    store: DeltaStore, state: ItemState, options: DeltaOptions, *, saved: Place | None
+) -> None:
+    """Refresh the markers; prune when steps have gone or one was saved again."""
+    try:
+        if state.loose:
+            _let_go(store, state)
+            state.seen = None  # they may have held packs back
+        if options.auto_prune:
+            found = frozenset(map(without_suffix, prune.manifest_keys(store)))
+            again = saved is not None and f"{saved.step_name}/{saved.item}" in {
+                key.rpartition("/")[0] for key in state.seen or ()
+            }
+            if state.seen is None or again or not state.seen <= found:
+                prune.execute(store, prune.plan(store))
+            state.seen = found
+        store.refresh_markers()
+    except DeltaError as error:
+        # Whatever became of the save: what could not be tidied is garbage, not harm.
+        _logger.warning("while tidying up: %s", error)
+
+
+def confirm(place: Place, state: ItemState | None) -> None:
+    """Check a saved step once more before Orbax makes its folder the step's.
+
+    A job that was given up for dead may save the same step into the same folder.
+
+    Raises:
+        NotFoundError: There is no MANIFEST.
+        ConflictError: It is that of another save, or parts of this one are gone.
+    """
+    item = Folder(place.item_url)
+    manifest = steps.read_manifest(item)
+    if manifest is None:
+        raise NotFoundError(
+            f"{place.item_url} has no {MANIFEST_NAME} although its save ended well; "
+            "something removed it"
+        )
+    last = (state.base.predecessor if state else None) or {}
+    own = last.get("step") != place.step_name or last["attempt"] == manifest.attempt
+    if own and {part.name for part in manifest.parts} <= set(item.names()):
+        return
+    raise ConflictError(
+        f"{place.label}: another job saved this step into the same folder meanwhile, "
+        "and what is there is not what this one wrote. End one of the two jobs"
+    )
+
+
+def close(state: ItemState, options: DeltaOptions) -> None:
+    """Let go of the last save's pin and sweep once more; may be called twice."""
+    with state.lock:
+        if state.store is None:
+            return
+        if state.pin is not None:
+            state.store.pins.delete(state.pin)
+            state.pin = None
+        state.seen = None  # that pin may have held packs back
+        tidy(state.store, state, options, saved=None)
+        state.store = None

@@ -1,0 +1,362 @@
+"""A second reader of the format, written from FORMAT.md alone, to test that document.
+
+It shares no code with the package and knows arrays only as bytes. Numbers in comments
+are sections of FORMAT.md. What the rows stand for is decoded by `second_decoder`.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+from second_decoder import (
+    CONSTANT,
+    FULL,
+    NO_PACK,
+    SPARSE,
+    DamagedError,
+    Row,
+    UnknownVersionError,
+    check,
+    content,
+    sizes,
+    unzstd,
+)
+
+HEX = re.compile(r"[0-9a-f]{32}")
+PACK = re.compile(r"([0-9a-f]{32})-p\d{1,9}-(\d{1,9})", re.ASCII)
+PART = re.compile(r"part-([0-9a-f]{32})-p\d{1,9}", re.ASCII)
+MOST_ROWS, LONGEST_LIST, MOST_LEVELS = 1 << 26, 200, 100
+FIELDS = {  # 8.2
+    **dict.fromkeys(("attempt", "item", "store_uuid", "store_url"), str),
+    **dict.fromkeys(("options", "versions", "tree", "report"), dict),
+    **dict.fromkeys(("leaves", "shardings", "packs", "parts"), list),
+    **{"step": int | None, "wall_time": int | float, "save_index": int},
+    **{"predecessor": dict | None, "custom_metadata": object},
+    "required_features": list,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Array:
+    """An array, a scalar or a key: `data` in C order, packed types a byte each."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+    key_type: str | None = None
+
+
+def read_step(item_folder: str | Path) -> dict[tuple[str, ...], Any]:
+    """Every leaf of one item of one step, by its path.
+
+    Raises:
+        DamagedError: Something is damaged or missing.
+        UnknownVersionError: Something is newer.
+    """
+    folder = Path(item_folder).absolute()
+    try:
+        return _read_step(folder)
+    except (*_PARSING, OSError) as error:
+        raise DamagedError(f"{folder}: {error!r}") from error
+
+
+_PARSING = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError)
+_PARSING += (struct.error, zstandard.ZstdError)
+
+
+def _read_step(folder: Path) -> dict[tuple[str, ...], Any]:
+    manifest = read_manifest((folder / "MANIFEST").read_bytes())
+    packs = folder / "packs"
+    if manifest["store_uuid"]:
+        packs = find_store(folder, manifest["store_uuid"]) / "packs"
+    leaves = manifest["leaves"]
+    rows = [
+        row for entry in manifest["parts"] for row in _part(folder, entry, manifest)
+    ]
+    by_leaf: dict[int, list[Row]] = {number: [] for number in range(len(leaves))}
+    for row in rows:
+        by_leaf[row.leaf].append(row)
+    for number, leaf in enumerate(leaves):
+        _check_cover(leaf, by_leaf[number])
+    return {
+        tuple(leaf["path"]): _value(leaf, by_leaf[number], packs, manifest["packs"])
+        for number, leaf in enumerate(leaves)
+    }
+
+
+# --- MANIFEST and store -------------------------------------------------------------
+
+
+def parse_json(data: bytes) -> Any:
+    """JSON without NaN and without a name twice (1.4)."""
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        check(len(dict(pairs)) == len(pairs), "a name stands twice in one object")
+        return dict(pairs)
+
+    def constant(name: str) -> None:
+        raise DamagedError(f"{name} is not JSON")
+
+    return json.loads(data.decode(), object_pairs_hook=members, parse_constant=constant)
+
+
+def read_manifest(data: bytes) -> dict[str, Any]:
+    """The document of a MANIFEST, every field checked (8)."""
+    line, _, frame = data.partition(b"\n")
+    version = re.match(rb"ORBAX-DELTA-MANIFEST (\d{1,9})(?![^ ])", line)
+    check(version, "no MANIFEST")
+    if int(version[1]):
+        raise UnknownVersionError(f"MANIFEST of version {int(version[1])}")
+    rest = re.fullmatch(rb" ([0-9a-f]{32}) (\d{1,12})", line[version.end() :])
+    check(rest, "header line of the MANIFEST")
+    check(
+        xxhash.xxh3_128_hexdigest(frame).encode() == rest[1], "digest of the MANIFEST"
+    )
+    document = parse_json(unzstd(frame, int(rest[2])))
+    if document["required_features"] != []:
+        raise UnknownVersionError(f"features {document['required_features']}")
+    check(document.keys() == FIELDS.keys(), "fields of the MANIFEST")
+    for name, kind in FIELDS.items():
+        fits = isinstance(document[name], kind) and not (
+            isinstance(document[name], bool) and kind is not object
+        )
+        check(fits, f"field {name}")
+    check(HEX.fullmatch(document["attempt"]), "attempt")
+    check(HEX.fullmatch(document["store_uuid"] or "0" * 32), "store_uuid")
+    check(document["shardings"][:1] == [None], "the first sharding is null")
+    packs = document["packs"]
+    check(all(map(PACK.fullmatch, packs)), "names of packs")
+    check(len(set(packs)) == len(packs), "a pack stands twice")
+    for leaf in document["leaves"]:
+        _check_leaf(leaf, len(document["shardings"]))
+    paths = [tuple(leaf["path"]) for leaf in document["leaves"]]
+    check(len(set(paths)) == len(paths), "a path stands twice")
+    found = list(_leaves_of(document["tree"], ()))
+    check([leaf for _, leaf in found] == list(range(len(paths))), "leaves of the tree")
+    for (keys, _), path in zip(found, paths):
+        check(len(keys) == len(path), f"path {path}")
+        check(all(key in (None, text) for key, text in zip(keys, path)), f"path {path}")
+    return document
+
+
+def _leaves_of(node: Any, path: tuple) -> Iterator[tuple[tuple, int]]:
+    """Paths and numbers of the leaves of a tree (8.6)."""
+    check(len(path) <= MOST_LEVELS, "levels of the tree")
+    (kind,) = node.keys() - {"type"}
+    check(("type" in node) == (kind == "node"), "type of a node")
+    content = node[kind]
+    if kind == "leaf":
+        check(type(content) is int, "number of a leaf")
+        yield path, content
+    elif kind == "none":
+        check(content is True, "a None")
+    else:
+        check(kind in ("list", "tuple", "dict", "node"), f"node {kind}")
+        if kind in ("list", "tuple"):
+            content = [(str(number), node) for number, node in enumerate(content)]
+        for key, child in content:
+            yield from _leaves_of(child, (*path, _key_text(key)))
+
+
+def _key_text(key: Any) -> str | None:
+    if isinstance(key, str):
+        return key
+    kind, value = key
+    check(kind in ("int", "bool", "float", "bytes", "tuple", "text"), f"key {key}")
+    known = {"int": lambda: str(_hexadecimal(value)), "text": lambda: value}
+    return known[kind]() if kind in known else None
+
+
+def _check_leaf(leaf: dict[str, Any], shardings: int) -> None:
+    """Fields of a leaf against its kind (8.3, 8.4)."""
+    check(
+        leaf.keys() == {"path", "kind", "dtype", "shape", "sharding", "value"}, "leaf"
+    )
+    path, kind, dtype = leaf["path"], leaf["kind"], leaf["dtype"]
+    shape, sharding = leaf["shape"], leaf["sharding"]
+    check(type(path) is list and all(type(key) is str for key in path), "path")
+    check(all(type(size) is int and size >= 0 for size in shape), f"shape of {path}")
+    check(type(sharding) is int and 0 <= sharding < shardings, f"sharding of {path}")
+    check(not sharding or kind in ("jax", "key"), f"sharding of {path}")
+    if kind in ("jax", "numpy", "numpy_scalar", "key", "str", "bytes"):
+        check(kind != "numpy_scalar" or not shape, f"shape of {path}")
+        check(type(leaf["value"]) is (str if kind == "key" else type(None)), f"{path}")
+        check(len(shape) <= 64 and sizes(dtype), f"type of {path}")
+        text = kind in ("str", "bytes")
+        check(not text or (dtype == "uint8" and len(shape) == 1), f"type of {path}")
+    else:
+        check(kind in ("int", "float", "bool", "complex"), f"kind of {path}")
+        check(dtype == "" and shape == [], f"type of {path}")
+
+
+def find_store(folder: Path, uuid: str) -> Path:
+    """The store of a step (2.3)."""
+    for above in list(folder.parents)[:5]:
+        store = above / "_delta_store"
+        if (store / "STORE.json").is_file():
+            document = parse_json((store / "STORE.json").read_bytes())
+            check(document["magic"] == "orbax-delta-store", f"{store} is no store")
+            if document["format_version"] != 0:
+                raise UnknownVersionError(
+                    f"{store} of version {document['format_version']}"
+                )
+            rest = {name: document[name] for name in set(document) - {"digest"}}
+            text = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+            found = xxhash.xxh3_128_hexdigest(text)
+            check(document["digest"] == found, f"digest of {store} is {found}")
+            # 9: sorted names, no white space, ASCII only; then its `digest` is right.
+            sealed = {key: document[key] for key in document.keys() - {"digest"}}
+            text = json.dumps(sealed, sort_keys=True, separators=(",", ":"))
+            digest = xxhash.xxh3_128_hexdigest(text.encode())
+            check(digest == document["digest"], f"digest of {store}")
+            check(HEX.fullmatch(document["uuid"]), f"uuid of {store}")
+            if document["uuid"] == uuid:
+                return store
+    raise DamagedError(f"no store {uuid} above {folder}")
+
+
+# --- parts --------------------------------------------------------------------------
+
+
+def _part(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> list[Row]:
+    """The rows of a part (7.2 to 7.4)."""
+    check(entry.keys() == {"name", "length", "digest", "rows"}, "fields of a part")
+    name = PART.fullmatch(entry["name"])
+    check(name and name[1] == manifest["attempt"], f"name {entry['name']}")
+    data = (folder / entry["name"]).read_bytes()
+    check(len(data) == entry["length"], f"length of {entry['name']}")
+    check(
+        xxhash.xxh3_128_hexdigest(data) == entry["digest"], f"digest of {entry['name']}"
+    )
+    magic, version, flags, rows, records, bounds, size, attempt = struct.unpack(
+        "<8sHHIIIQ16s", data[:48]
+    )
+    check(magic == b"ODPART\r\n", "magic of a part")
+    if version:
+        raise UnknownVersionError(f"part of version {version}")
+    check(not flags and attempt.hex() == name[1], "header of a part")
+    check(rows == entry["rows"], "rows of a part")
+    check(max(rows, records) <= MOST_ROWS, "size of a part")
+    check(size == 27 * rows + 8 * bounds + 13 * records, "body of a part")
+    column = _columns(unzstd(data[48:], size), rows, bounds, records)
+    check(column["dimensions"].sum(dtype=int) * 2 == bounds, "bounds of a part")
+    check(column["records"].sum(dtype=int) == records, "records of a part")
+    found, bound, record = [], 0, 0
+    for number in range(rows):
+        ends = bound + 2 * int(column["dimensions"][number])
+        last = record + int(column["records"][number])
+        edges = [int(edge) for edge in column["bounds"][bound:ends]]
+        refs = zip(
+            *(
+                map(int, column[c][record:last])
+                for c in ("form", "pack", "offset", "length")
+            )
+        )
+        row = Row(
+            leaf=int(column["leaf"][number]),
+            box=tuple(map(slice, edges[::2], edges[1::2])),
+            rule=int(column["rule"][number]),
+            digest=column["digest"][number].tobytes(),
+            refs=list(refs),
+        )
+        _check_row(row, manifest)
+        found.append(row)
+        bound, record = ends, last
+    return found
+
+
+def _columns(
+    body: bytes, rows: int, bounds: int, records: int
+) -> dict[str, np.ndarray]:
+    columns, start = {}, 0
+    for name, kind, count in (
+        *(("leaf", "<u4", rows), ("dimensions", "u1", rows), ("rule", "u1", rows)),
+        *(("since", "<i2", rows), ("age", "<i2", rows), ("records", "u1", rows)),
+        *(("digest", "V16", rows), ("bounds", "<u8", bounds), ("form", "u1", records)),
+        *((name, "<u4", records) for name in ("pack", "offset", "length")),
+    ):
+        columns[name] = np.frombuffer(body, kind, count, start)
+        start += columns[name].nbytes
+    return columns
+
+
+def _check_row(row: Row, manifest: dict[str, Any]) -> None:
+    check(row.leaf < len(manifest["leaves"]), "leaf of a row")
+    leaf = manifest["leaves"][row.leaf]
+    check(leaf["dtype"], "a row for a leaf without chunks")
+    check(len(row.box) == len(leaf["shape"]), f"box of {leaf['path']}")
+    inside = (0 <= b.start < b.stop <= n for b, n in zip(row.box, leaf["shape"]))
+    check(all(inside), f"box of {leaf['path']}")
+    check(row.rule in (0, 1, 2), "rule")
+    check(not row.rule or sizes(leaf["dtype"])[1] == 2, "rule of other words")
+    check(1 <= len(row.refs) <= LONGEST_LIST, "length of a list")
+    for place, (form, pack, *_) in enumerate(row.refs):
+        check(1 <= form <= SPARSE and (form in FULL) == (place == 0), "order of forms")
+        check((pack == NO_PACK) == (form == CONSTANT), "pack of a record")
+        check(pack == NO_PACK or pack < len(manifest["packs"]), "pack of a record")
+
+
+def _check_cover(leaf: dict[str, Any], rows: list[Row]) -> None:
+    """The boxes of a leaf cover it exactly once (3.3)."""
+    if not leaf["dtype"]:
+        return
+    boxes = [math.prod(b.stop - b.start for b in row.box) for row in rows]
+    # Before room is made for the leaf; the mask then shows what overlaps.
+    check(sum(boxes) == math.prod(leaf["shape"]), f"boxes of {leaf['path']}")
+    seen = np.zeros(leaf["shape"], bool)
+    for row in rows:
+        seen[row.box] = True
+    check(seen.all(), f"boxes of {leaf['path']} overlap")
+
+
+# --- values ------------------------------------------------------------------------
+
+
+def _value(
+    leaf: dict[str, Any], rows: list[Row], folder: Path, packs: list[str]
+) -> Any:
+    kind, dtype, value = leaf["kind"], leaf["dtype"], leaf["value"]
+    if kind == "bool":
+        check(type(value) is bool, "bool")
+        return value
+    if not dtype:
+        simple = {"int": _hexadecimal, "float": _double, "complex": _complex}
+        return simple[kind](value)
+    size, word = sizes(dtype)
+    whole = np.zeros(leaf["shape"], f"V{size}")
+    for row in rows:
+        shape = [b.stop - b.start for b in row.box]
+        chunk = content(row, math.prod(shape), dtype, word, folder, packs)
+        whole[row.box] = np.frombuffer(chunk, f"V{size}").reshape(shape)
+    data = whole.tobytes()
+    if kind == "bytes":
+        return data
+    if kind == "str":
+        return data.decode("utf-8", "surrogatepass")
+    return Array(
+        kind=kind, dtype=dtype, shape=tuple(leaf["shape"]), data=data, key_type=value
+    )
+
+
+def _hexadecimal(text: str) -> int:
+    check(re.fullmatch(r"-?0x[0-9a-f]+", text), f"int {text!r}")
+    return int(text, 16)
+
+
+def _double(text: str) -> float:
+    check(re.fullmatch(r"[0-9a-f]{16}", text), f"float {text!r}")
+    return struct.unpack(">d", bytes.fromhex(text))[0]
+
+
+def _complex(pair: list[str]) -> complex:
+    real, imaginary = map(_double, pair)
+    return complex(real, imaginary)
