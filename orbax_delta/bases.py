@@ -121,7 +121,12 @@ def plan(kept: Mapping[str, Kept], new: Kept, options: DeltaOptions) -> BasePlan
     """What to keep once `new` is committed; changes nothing."""
     older = sorted(
         (base for base in kept.values() if base.item == new.item),
-        key=lambda base: (base.wall_time, base.save_index),
+        # One from the future is older: the clock has been set back since.
+        key=lambda base: (
+            base.wall_time <= new.wall_time,
+            base.wall_time,
+            base.save_index,
+        ),
         reverse=True,
     )
     # After a return to an older step the count goes on from there: only how far apart.
@@ -190,7 +195,7 @@ def keep(store: DeltaStore, manifest: Manifest, source: Folder) -> None:
     data = source.read(MANIFEST_NAME)
     if data is None:
         raise CorruptionError(f"{source.url}{MANIFEST_NAME} is gone")
-    parse_manifest(data, where=source.url + MANIFEST_NAME)
+    check_attempt(parse_manifest(data, where=source.url + MANIFEST_NAME), base.url)
     base.write(MANIFEST_NAME, data)
 
 

@@ -12,12 +12,17 @@ from collections.abc import Sequence
 from orbax_delta import healing, identity, listing, reader, records, steps
 from orbax_delta.background import Pool, ordered_map, pool
 from orbax_delta.chunks import Box
-from orbax_delta.errors import CorruptionError, DeltaError, FormatError
+from orbax_delta.errors import (
+    ConflictError,
+    CorruptionError,
+    DeltaError,
+    FormatError,
+)
 from orbax_delta.findings import Findings, Problem, step_names
 from orbax_delta.inspection import Fault, PackState, inspect_pack, store_faults
 from orbax_delta.listing import Item, Progress, Root, is_base, no_progress
 from orbax_delta.manifests import MANIFEST_NAME
-from orbax_delta.marks import read_marks
+from orbax_delta.marks import read_marks, warned_of
 from orbax_delta.options import DeltaOptions
 from orbax_delta.reader import Request
 from orbax_delta.steps import Step
@@ -38,7 +43,10 @@ class VerifyReport:
             others hold too.
         bases: Kept bases looked at, as their folders, oldest first.
         whole_bases: Those among them that restore.
-        vanished: Steps that were deleted or renamed meanwhile; nothing is said of them.
+        vanished: Steps that were deleted, renamed or replaced meanwhile; nothing is
+            said of them.
+        others: Steps of other handlers, unless steps were named; nothing is said of
+            them either.
         chunks: Chunks of all steps.
         chunks_decoded: Distinct ones among them that were read and decoded.
         packs: Packs read: those that steps and bases name, and pins of running jobs.
@@ -55,6 +63,7 @@ class VerifyReport:
     bases: Sequence[str]
     whole_bases: Sequence[str]
     vanished: Sequence[str]
+    others: Sequence[str]
     chunks: int
     chunks_decoded: int
     packs: int
@@ -83,7 +92,7 @@ def verify(
 ) -> VerifyReport:
     """Check every step of a root, or some of them, down to the last bit.
 
-    A step that a running job deletes meanwhile is left out of the findings.
+    A step that a running job deletes or replaces meanwhile is left out of the findings.
 
     Args:
         url: A manager's root, or a folder with self-contained checkpoints.
@@ -144,6 +153,10 @@ class Examination:
         """A file as reports name it."""
         return url.removeprefix(self.root.folder.url)
 
+    def is_there(self, item: Item) -> bool:
+        """Whether what was found of an item has not been deleted since."""
+        return self._findings.is_there(item)
+
     def check_store(self) -> None:
         """STORE.json, the marker, pins, marks and names of packs."""
         wanted = {
@@ -158,7 +171,7 @@ class Examination:
         """Whether each step is the one that its folder says, and no copy."""
         for what, items in identity.findings(self._items):
             # A folder that was renamed while it was listed can be there twice.
-            if all(self._findings.is_there(item.key) for item in items):
+            if all(map(self._findings.is_there, items)):
                 (first, *_) = items
                 problem = Problem(what=what, file=first.key, item=first.place.item)
                 self._findings.add(problem, *items)
@@ -196,17 +209,23 @@ class Examination:
                     Problem(what=what, file=self.file("".join(key))), *needed[key]
                 )
 
+    @property
+    def _looks_at_all(self) -> bool:
+        return len(self._items) == len(self.root.everything)
+
     def _pinned_packs(self) -> set[str]:
-        """Packs that are there and that a pin names, where all steps are looked at."""
+        """Packs that a running job may build on, where all steps are looked at."""
         store = self.root.store
-        if len(self._items) < len(self.root.everything):
+        if not self._looks_at_all:
             return set()
         try:
             pins = read_marks(store.pins)
         except (CorruptionError, FormatError):
             return set()  # check_store tells of a pin that cannot be read
-        named = {pack for pin in pins.values() for pack in pin.packs}
-        return named.intersection(store.packs.names())
+        # What a process that died was working on is garbage, whatever is wrong with it.
+        running = (pin for pin in pins.values() if not pin.owner.known_dead)
+        named = {pack for pin in running for pack in pin.packs}
+        return named.intersection(store.packs.names()) - warned_of(store.condemned)
 
     def _open_packs(self, item: Item) -> Folder | None:
         if item.error is not None and item.manifest is not None:
@@ -235,7 +254,10 @@ class Examination:
         )
         for item in items:
             try:
-                self._check_step(item, steps.open_step(item.place), executor, total)
+                step = steps.open_step(item.place)
+                if item.manifest and step.manifest.attempt != item.manifest.attempt:
+                    raise ConflictError("it was saved again or repaired meanwhile")
+                self._check_step(item, step, executor, total)
             except DeltaError as error:
                 self._add_to_item(item, error, _file_of_rows(item, error))
 
@@ -243,7 +265,7 @@ class Examination:
         fresh: dict[bytes, list[Request]] = {}
         for row in step.rows:
             request = Request(leaf=step.manifest.leaves[row.leaf], row=row)
-            mark = _list_mark(request)
+            mark = _list_mark(step.packs, request)
             if mark not in self._outcomes:
                 fault = self._unreadable(step.packs, request)
                 if fault is None:
@@ -258,7 +280,7 @@ class Examination:
             count=reader.ReadCount(),
         )
         for got in decoded:
-            mark = _list_mark(got.request)
+            mark = _list_mark(step.packs, got.request)
             self._outcomes[mark] = self._fault(step.packs, got)
             self._settle(item, fresh[mark], self._outcomes[mark], total)
 
@@ -314,9 +336,9 @@ class Examination:
             else:
                 self._findings.add(problem, item)
 
-    def fault(self, request: Request) -> Fault | None:
+    def fault(self, packs: Folder, request: Request) -> Fault | None:
         """Why a chunk's own list does not yield it; None if it does."""
-        return self._outcomes.get(_list_mark(request))
+        return self._outcomes.get(_list_mark(packs, request))
 
     def damaged_packs(self, url: str) -> set[str]:
         """Packs of a folder that are missing or in which something is wrong."""
@@ -344,6 +366,7 @@ class Examination:
             bases=tuple(name for name in judged if is_base(name)),
             whole_bases=[name for name in whole if is_base(name)],
             vanished=step_names(item for item in self._items if item.key in gone),
+            others=self.root.others if self._looks_at_all else (),
             chunks=self._chunks,
             chunks_decoded=len(self._outcomes),
             packs=len(self._packs),
@@ -365,10 +388,12 @@ def _box_text(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
-def _list_mark(request: Request) -> bytes:
+def _list_mark(packs: Folder, request: Request) -> bytes:
     """Equal for chunks that decode from the same records to the same content."""
     row = request.row
-    fields = [
+    # Copies of a self-contained checkpoint have packs of the same names.
+    fields = [packs.url]
+    fields += [
         f"{ref.form:d} {ref.pack} {ref.offset} {ref.length} {ref.word.hex()}"
         for ref in row.refs
     ]

@@ -1,4 +1,4 @@
-"""The command line: `orbax-delta ls|show|verify|prune|demo`.
+"""The command line: `orbax-delta ls|show|verify|repair|prune|demo`.
 
 Tables on a terminal, plain columns in a pipe, one JSON document with `--json`;
 progress on stderr. Starts without jax for everything but `demo`. Does not belong here:
@@ -29,7 +29,7 @@ from orbax_delta.errors import (
 )
 from orbax_delta.listing import Item, Progress
 from orbax_delta.steps import Step, open_step
-from orbax_delta.store import DeltaStore, Folder
+from orbax_delta.store import STORE_FILE, DeltaStore, Folder
 
 EXIT_CODES: Mapping[int, str] = {
     0: "done; nothing is wrong",
@@ -80,7 +80,7 @@ def ls(root: str, bases: bool, as_json: bool) -> int:
         out = views.console()
         table = views.bases_table if bases else views.steps_table
         views.show(out, table(document))
-        views.say(out, *views.store_lines(document))
+        views.say(out, *views.store_lines(document, bases=bases))
     damaged = [found.store_error, *(item.error for item in found.everything)]
     return next((error.exit_code for error in damaged if error), 0)
 
@@ -165,12 +165,13 @@ def prune_(root: str, dry_run: bool, break_pins: bool, as_json: bool) -> int:
     """Delete packs of ROOT that no step needs any more."""
     with _spinner("reading MANIFESTs") as say:
         store = _open_store(_url(root))
-        plan = prune.plan(store, break_pins=break_pins)
+        known: prune.Known = {}
+        plan = prune.plan(store, break_pins=break_pins, known=known)
         sizes = _sizes(store.packs, [*plan.dead, *plan.live])
         deleted: Sequence[str] = ()
         if not dry_run:
             say(f"deleting {len(plan.dead)} packs")
-            deleted = prune.execute(store, plan)
+            deleted = prune.execute(store, plan, known=known)
     document = documents.of_prune(plan, deleted, sizes, dry_run=dry_run)
     if as_json:
         _print_json(document)
@@ -185,7 +186,12 @@ def prune_(root: str, dry_run: bool, break_pins: bool, as_json: bool) -> int:
 def _open_store(url: str) -> DeltaStore:
     store = DeltaStore.open(Folder(url))
     if store is None:
-        listing.read_root(url)  # says what is wrong if nothing of ours is here
+        found = listing.read_root(url)  # says what is wrong if nothing of ours is here
+        if found.store.packs.names():
+            raise CorruptionError(
+                f"{found.store.url} holds packs but no {STORE_FILE}; nothing was "
+                "deleted. `orbax-delta repair` writes it anew"
+            )
         raise NotFoundError(f"{url} has no store, so there is nothing to prune")
     return store
 

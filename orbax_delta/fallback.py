@@ -5,6 +5,7 @@ the finished steps of the root and the bases that its store keeps.
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -15,9 +16,10 @@ from orbax_delta.errors import (
     DeltaError,
     FormatError,
     NotFoundError,
+    StorageError,
     UnsupportedVersionError,
 )
-from orbax_delta.listing import Item
+from orbax_delta.listing import Item, Root
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
 from orbax_delta.restore import Restored, Target
@@ -27,8 +29,13 @@ _logger = logging.getLogger("orbax_delta")
 
 OnCorruption = Literal["raise", "fallback"]
 
-DAMAGE = (CorruptionError, FormatError, NotFoundError)
-"""What says that a step cannot be restored, now or later."""
+
+def damage(url: str) -> tuple[type[DeltaError], ...]:
+    """Errors that say that a step in a place does not restore, now or later."""
+    found = (CorruptionError, FormatError, NotFoundError)
+    # On a local disk a read that fails is a bad sector, which does not heal by waiting;
+    # a bucket that does not answer has lost nothing.
+    return found if "://" in url else (*found, StorageError)
 
 
 def run(
@@ -46,7 +53,8 @@ def run(
         settings: Options in force.
         on_corruption: `"raise"`: an error that names the newest state that restores.
             `"fallback"`: the newest state that restores and is not newer than the
-            step; its RestoreReport names it.
+            step; its RestoreReport names it. On a local disk a failing read counts as
+            damage too.
 
     Raises:
         StructureError: The target does not fit what is restored.
@@ -55,12 +63,14 @@ def run(
     """
     try:
         return restore.run(place, target, settings)
-    except DAMAGE as error:
+    except damage(place.item_url) as error:
         if not _is_damage(place, error):
             raise
-        if on_corruption == "raise":
-            raise _explained(place, error, settings) from error
-        return _instead(place, target, settings, error)
+        if on_corruption == "fallback":
+            return _instead(place, target, settings, error)
+        if isinstance(error, StorageError):
+            raise  # the storage may be out of order altogether
+        raise _explained(place, error, settings) from error
 
 
 def _is_damage(place: Place, error: DeltaError) -> bool:
@@ -72,12 +82,14 @@ def _is_damage(place: Place, error: DeltaError) -> bool:
 
 def _explained(place: Place, error: DeltaError, settings: DeltaOptions) -> DeltaError:
     try:
-        whole = next((one for one in states(place) if is_whole(one, settings)), None)
+        whole = _newest_whole(place, settings)
     except DeltaError as other:
         # The root cannot be listed: that must not hide what was found first.
         return type(error)(f"{error}. What else restores is not known: {other}")
     if whole is None:
-        return type(error)(f"{error}. No other step or base of this root restores")
+        return type(error)(
+            f"{error}. No other step or base that orbax_delta saved here restores"
+        )
     told = type(error)(
         f"{error}. The newest state that restores is {_name(whole)}; "
         'restore_latest_good() and DeltaRestore(on_corruption="fallback") look for one '
@@ -91,50 +103,88 @@ def _instead(
     place: Place, target: Target | None, settings: DeltaOptions, error: DeltaError
 ) -> Restored:
     _logger.error("%s does not restore: %s", place.label, error)
-    for item in states(place, not_after=place.step):
+    for item in _states(_root(place), place, not_after=place.step):
         try:
             restored = restore.run(item.place, target, settings)
-        except DAMAGE as other:
+        except damage(item.place.item_url) as other:
             _logger.error("%s does not restore either: %s", _name(item), other)
             continue
         _logger.error("restored %s instead of %s", _name(item), place.label)
         return restored
-    raise type(error)(f"{error}. No step or base before it restores either") from error
+    raise type(error)(
+        f"{error}. No step or base before it that orbax_delta saved restores either"
+    ) from error
 
 
-def states(place: Place, *, not_after: int | None = None) -> Iterator[Item]:
+def _root(place: Place) -> Root:
+    return listing.read_root(place.root_url or place.item_url)
+
+
+def _newest_whole(place: Place, settings: DeltaOptions) -> Item | None:
+    root = _root(place)
+    lost: set[healing.Wanted] = set()
+    for item in _states(root, place):
+        if _is_whole(item, root, lost, settings):
+            return item
+    return None
+
+
+def _states(
+    root: Root, place: Place, *, not_after: int | None = None
+) -> Iterator[Item]:
     """Other states of the same item, newest first; a step before its own base."""
-    if place.root_url is None:
-        return
-    found = listing.read_root(place.root_url).everything
-    for item in sorted(found, key=_age, reverse=True):
-        step = item.place.step
-        early = not_after is None or (step is not None and step <= not_after)
+    for item in sorted(root.everything, key=_age, reverse=True):
+        early = not_after is None or _last_step(item) <= not_after
         other = item.place.item_url.rstrip("/") != place.item_url.rstrip("/")
-        if early and other and item.finished and item.place.item == place.item:
+        if early and other and item.finished and _is_of(item, place.item):
             yield item
+
+
+def _is_of(item: Item, name: str) -> bool:
+    """Whether a state is of an item, by its folder and by its MANIFEST."""
+    return item.place.item == name and (
+        item.manifest is None or item.manifest.item == name
+    )
+
+
+def _last_step(item: Item) -> float:
+    """The later of the steps that its folder and its MANIFEST say it is."""
+    said = [item.place.step, item.manifest.step if item.manifest else None]
+    return max((step for step in said if step is not None), default=math.inf)
 
 
 def _age(item: Item) -> tuple[int, bool]:
     return -1 if item.place.step is None else item.place.step, not item.is_base
 
 
-def is_whole(item: Item, settings: DeltaOptions) -> bool:
-    """Whether every chunk of a state decodes, healed ones included; reads it all."""
+def _is_whole(
+    item: Item, root: Root, lost: set[healing.Wanted], settings: DeltaOptions
+) -> bool:
+    """Whether every chunk of a state decodes, healed ones included; reads it all.
+
+    Args:
+        item: The state.
+        root: Where it lies.
+        lost: What no list of the root yields; what is found out is added, so that
+            damage that many steps share is looked for once.
+        settings: Options in force.
+    """
     try:
         step = steps.open_step(item.place)
         leaves = step.manifest.leaves
         requests = [reader.Request(leaf=leaves[r.leaf], row=r) for r in step.rows]
+        if not lost.isdisjoint(map(healing.wanted, requests)):
+            return False
         with pool(settings.worker_count) as executor:
             fetched = reader.fetch(
                 step.packs, requests, executor=executor, count=reader.ReadCount()
             )
-            failing = [got for got in fetched if got.content is None]
-        if failing:
-            healing.heal(item.place, failing)
+            failing = [got.request for got in fetched if got.content is None]
+        healed = healing.find(root, failing) if failing else {}
     except DeltaError:
         return False  # the caller goes on to the next; verify tells why
-    return True
+    lost.update(set(map(healing.wanted, failing)) - healed.keys())
+    return lost.isdisjoint(map(healing.wanted, failing))
 
 
 def _name(item: Item) -> str:

@@ -7,8 +7,9 @@ in the end. Does not belong here: finding anything.
 import dataclasses
 from collections.abc import Collection, Iterable
 
-from orbax_delta.errors import StorageError
+from orbax_delta.errors import DeltaError
 from orbax_delta.listing import Item
+from orbax_delta.manifests import parse_manifest
 from orbax_delta.store import Folder
 
 
@@ -69,19 +70,19 @@ class Findings:
         return found
 
     def gone(self) -> set[str]:
-        """Keys of MANIFESTs with a problem that are not there any more."""
-        blamed = {
-            item.key: item.lost_part or item.key
-            for items in self._found.values()
-            for item in items
-        }
-        return {key for key, file in blamed.items() if not self.is_there(file)}
+        """Keys of MANIFESTs with a problem that have gone, or were replaced."""
+        blamed = {item.key: item for items in self._found.values() for item in items}
+        return {key for key, item in blamed.items() if not self.is_there(item)}
 
-    def is_there(self, key: str) -> bool:
-        """Whether a file of the root can be read, or at least has not gone."""
+    def is_there(self, item: Item) -> bool:
+        """Whether what was found of an item is still there, and is the same save."""
+        key = item.lost_part or item.key
         try:
-            return self._folder.read(key) is not None
-        except StorageError:
+            data = self._folder.read(key)
+            if data is None or item.manifest is None:
+                return data is not None
+            return parse_manifest(data, where=key).attempt == item.manifest.attempt
+        except DeltaError:
             return True  # what cannot be read has not gone
 
 

@@ -15,9 +15,9 @@ from orbax_delta.codecs import Bytes
 from orbax_delta.errors import CorruptionError, DeltaError, StorageError
 from orbax_delta.listing import Item, Root
 from orbax_delta.parts import Row
-from orbax_delta.places import Place
 from orbax_delta.reader import Fetched, Request
 from orbax_delta.steps import Step
+from orbax_delta.store import Folder
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -27,15 +27,26 @@ Wanted = tuple[bytes, int]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Content that another list of records yields.
+    """Another list of records that yields a content, as was just seen.
 
     Attributes:
-        content: The content, checked against the digest.
         step: Folder of the step or base whose row names that list.
+        packs: Folder of the records.
+        request: A chunk with that list.
     """
 
-    content: Bytes
     step: str
+    packs: Folder
+    request: Request
+
+    def read(self) -> Bytes:
+        """The content, checked against the digest; not kept, it can be much.
+
+        Raises:
+            CorruptionError: It was damaged or deleted since.
+            StorageError: The storage failed.
+        """
+        return reader.read_one(self.packs, self.request)
 
 
 def wanted(request: Request) -> Wanted:
@@ -67,9 +78,8 @@ def find(root: Root, damaged: Iterable[Request]) -> dict[Wanted, Found]:
             if key not in tried or key in found or _list_of(row) in tried[key]:
                 continue
             tried[key].add(_list_of(row))
-            content = _read(step, request)
-            if content is not None:
-                found[key] = Found(content=content, step=item.step)
+            if _decodes(step, request):
+                found[key] = Found(step=item.step, packs=step.packs, request=request)
         if len(found) == len(tried):
             break
     return found
@@ -88,49 +98,50 @@ def _open(item: Item) -> Step | None:
         return None  # damaged too, or it has just been deleted: it cannot help
 
 
-def _read(step: Step, request: Request) -> Bytes | None:
+def _decodes(step: Step, request: Request) -> bool:
     try:
-        return reader.read_one(step.packs, request)
+        reader.read_one(step.packs, request)
     except (CorruptionError, StorageError):
-        return None  # the next list may be better
+        return False  # the next list may be better
+    return True
 
 
-def _find_in_root(place: Place, damaged: Sequence[Request]) -> Mapping[Wanted, Found]:
-    if place.root_url is None:
+def _find_in_root(step: Step, damaged: Sequence[Request]) -> Mapping[Wanted, Found]:
+    if step.root_url is None:
         return {}
     try:
-        return find(listing.read_root(place.root_url), damaged)
+        return find(listing.read_root(step.root_url), damaged)
     except DeltaError as error:
         # It must not hide the damage that was found first.
         _logger.error("could not look for other records: %s", error)
         return {}
 
 
-def heal(place: Place, failing: Sequence[Fetched]) -> Mapping[Wanted, Found]:
+def heal(step: Step, failing: Sequence[Fetched]) -> Mapping[Wanted, Found]:
     """Content for every chunk that failed, from other lists of the same root.
 
     Raises:
         CorruptionError: A chunk is damaged and no other list yields its content.
         StorageError: The same, where the storage did not give the records.
     """
-    found = _find_in_root(place, [got.request for got in failing])
+    found = _find_in_root(step, [got.request for got in failing])
     lost = [got for got in failing if wanted(got.request) not in found]
     if lost:
         first = lost[0].error
         kind = StorageError if isinstance(first, StorageError) else CorruptionError
         more = f" (and {len(lost) - 1} more chunks)" if len(lost) > 1 else ""
         raise kind(
-            f"{place.label}: {first}{more}; no other record of the root holds that "
-            "content. `orbax-delta verify` tells what else is damaged"
+            f"{step.place.label}: {first}{more}; no other record of the root holds "
+            "that content. `orbax-delta verify` tells what else is damaged"
         ) from first
     sources = sorted({one.step for one in found.values()})
     _logger.error(
         "%s: %d chunks are damaged (first: %s); their content was found in the "
         "records of %s. `orbax-delta repair %s` writes it back",
-        place.label,
+        step.place.label,
         len(failing),
         failing[0].error,
         ", ".join(sources),
-        place.root_url,
+        step.root_url,
     )
     return found

@@ -198,7 +198,9 @@ def _read_item(folder: Folder, key: str, store: DeltaStore) -> Item | None:
     inside = path if place.root_url is None else path.rpartition("/")[0]
     if is_base(key):
         inside = path
-        place = bases.place_of(store, manifest) if manifest else place
+        # The folder is named by its attempt, which says no step, whatever it ends in.
+        nameless = dataclasses.replace(place, step_name="")
+        place = bases.place_of(store, manifest) if manifest else nameless
     return Item(
         key=key,
         step=inside or place.step_name,

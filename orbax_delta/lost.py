@@ -10,7 +10,7 @@ from orbax_delta.errors import CorruptionError, DeltaError
 from orbax_delta.manifests import MANIFEST_NAME, PART_NAME
 from orbax_delta.marks import parse_mark
 from orbax_delta.places import TEMPORARY_SUFFIX, Place
-from orbax_delta.store import DeltaStore
+from orbax_delta.store import COMMIT_MARKER, DeltaStore
 
 
 def lost_manifests(
@@ -34,8 +34,15 @@ def lost_manifests(
         key: part
         for key, part in lost.items()
         # In this order: a save writes its MANIFEST before its pin may go.
-        if not _is_being_saved(store, part) and store.root.read(key) is None
+        if (_is_committed(store, key) or not _is_being_saved(store, part))
+        and store.root.read(key) is None
     }
+
+
+def _is_committed(store: DeltaStore, key: str) -> bool:
+    """Whether Orbax has marked the item as saved; its pin stays until the next save."""
+    marker = key.removesuffix(MANIFEST_NAME) + COMMIT_MARKER
+    return store.root.read(marker) is not None
 
 
 def _is_being_saved(store: DeltaStore, part: str) -> bool:

@@ -5,6 +5,7 @@ pins. Whatever the order, one of them sees the other.
 """
 
 import dataclasses
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 from orbax_delta import jsontext
 from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
 from orbax_delta.manifests import PACK_NAME
-from orbax_delta.owners import Owner
+from orbax_delta.owners import NOBODY, Owner
 from orbax_delta.records import FORMAT_VERSION
-from orbax_delta.store import Folder
+from orbax_delta.store import DeltaStore, Folder
+
+_logger = logging.getLogger("orbax_delta")
 
 PIN_NAME = re.compile(r"([0-9a-f]{32})-p\d{1,9}")
 CONDEMNED_NAME = re.compile(r"[0-9a-f]{32}")
@@ -56,6 +59,8 @@ def parse_mark(data: bytes, *, where: str) -> Mark:
     try:
         document = jsontext.parse(data)
         version = document["format_version"]
+        if type(version) is not int:
+            raise ValueError(f"its format version is {version!r:.80}")
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(f"{where} is damaged ({error}); {_REMEDY}") from error
     if version != FORMAT_VERSION:
@@ -97,4 +102,29 @@ def read_marks(folder: Folder) -> dict[str, Mark]:
         name: parse_mark(data, where=folder.url + name)
         for name, data in found
         if data is not None
+    }
+
+
+def usable_packs(store: DeltaStore) -> set[str]:
+    """Packs that are there and that nobody is about to delete."""
+    try:
+        condemned = read_marks(store.condemned).values()
+    except UnsupportedVersionError:
+        raise
+    except (CorruptionError, FormatError) as error:
+        # It may be about any pack. Writing all in full is dear, but never wrong.
+        _logger.warning("%s; building on no pack meanwhile", error)
+        return set()
+    doomed = {pack for mark in condemned for pack in mark.packs}
+    return set(store.packs.names()) - doomed
+
+
+def warned_of(condemned: Folder) -> set[str]:
+    """Packs that a repair has found damaged: no save builds on them any more."""
+    try:
+        marks = read_marks(condemned)
+    except (CorruptionError, FormatError):
+        return set()  # whoever goes on looks at these packs once more
+    return {
+        pack for mark in marks.values() if mark.owner == NOBODY for pack in mark.packs
     }

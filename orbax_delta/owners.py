@@ -37,7 +37,8 @@ class Owner:
         except ProcessLookupError:
             return True
         except PermissionError:
-            pass  # it runs, as another user
+            # It runs, as another user, from whom its start time may be hidden.
+            return _start_time(self.pid) not in ("", self.start)
         return self.start != _start_time(self.pid)
 
 

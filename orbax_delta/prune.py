@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 
-from orbax_delta import bases, owners
+from orbax_delta import bases, owners, records
 from orbax_delta.errors import (
     CorruptionError,
     FormatError,
@@ -71,13 +71,21 @@ def manifest_keys(store: DeltaStore) -> frozenset[str]:
     )
 
 
-def plan(store: DeltaStore, *, break_pins: bool = False) -> PrunePlan:
+Known = dict[bytes, frozenset[str]]
+"""Packs that MANIFESTs name, by the digest of the whole file."""
+
+
+def plan(
+    store: DeltaStore, *, break_pins: bool = False, known: Known | None = None
+) -> PrunePlan:
     """Find out what is dead; changes nothing.
 
     Args:
         store: The store.
         break_pins: Count pins of other hosts as stale. A save that still runs there
             will fail; nothing that it committed is lost.
+        known: What the plan before found, so that no MANIFEST is parsed twice; it is
+            brought up to date.
 
     Raises:
         FormatError: Something that may name packs cannot be read.
@@ -89,14 +97,20 @@ def plan(store: DeltaStore, *, break_pins: bool = False) -> PrunePlan:
     pins = read_marks(store.pins)
     condemned = read_marks(store.condemned)
     stale_pins = _stale(pins, break_pins)
-    manifests, named = _mark(store)
+    manifests, named = _mark(store, {} if known is None else known)
     alive = {name: pin for name, pin in pins.items() if name not in stale_pins}
+    attempts = {name.partition("-")[0] for name in alive}
+    named = named.union(*(pin.packs for pin in alive.values()))
     # A killed save leaves unfinished packs too; those of a running one are pinned.
     # Dot files are the file system's own (.nfs..., .DS_Store).
     there = {*store.packs.names(), *store.packs.unfinished()}
     everything = sorted(name for name in there if name[0] != ".")
     _refuse_foreign(store, everything)
-    dead = [pack for pack in everything if not _is_live(pack, named, alive)]
+    dead = [
+        pack
+        for pack in everything
+        if pack not in named and pack.partition("-")[0] not in attempts
+    ]
     return PrunePlan(
         dead=dead,
         live=sorted(set(everything) - set(dead)),
@@ -106,7 +120,7 @@ def plan(store: DeltaStore, *, break_pins: bool = False) -> PrunePlan:
             *(f"pins/{name}" for name in stale_pins),
             *(f"condemned/{name}" for name in _stale(condemned, break_pins)),
             *(f"condemned/{name}" for name in _void(condemned, there)),
-            *(f"bases/{name}" for name in halves if not _is_pinned(name, alive)),
+            *(f"bases/{name}" for name in halves if name not in attempts),
         ],
     )
 
@@ -143,17 +157,7 @@ def _refuse_foreign(store: DeltaStore, packs: Sequence[str]) -> None:
             )
 
 
-def _is_live(pack: str, named: frozenset[str], pins: Mapping[str, Mark]) -> bool:
-    if pack in named or _is_pinned(pack.partition("-")[0], pins):
-        return True
-    return any(pack in pin.packs for pin in pins.values())
-
-
-def _is_pinned(attempt: str, pins: Mapping[str, Mark]) -> bool:
-    return any(name.partition("-")[0] == attempt for name in pins)
-
-
-def _mark(store: DeltaStore) -> tuple[frozenset[str], frozenset[str]]:
+def _mark(store: DeltaStore, known: Known) -> tuple[frozenset[str], frozenset[str]]:
     """MANIFESTs and the packs they name, from a root that held still meanwhile.
 
     A rename can hide a step from one listing, never from two that agree.
@@ -163,13 +167,18 @@ def _mark(store: DeltaStore) -> tuple[frozenset[str], frozenset[str]]:
         contents = {key: store.root.read(key) for key in keys}
         if None in contents.values() or manifest_keys(store) != keys:
             continue
-        named: set[str] = set()
+        found: Known = {}
         for key, data in contents.items():
-            manifest = _parse_manifest(data or b"", store.root.url + key)
+            digest = records.digest(data or b"")
             # Whatever store it names: pack names are unique, and STORE.json can be
             # lost and made anew.
-            named.update(manifest.packs)
-        return keys, frozenset(named)
+            if digest not in known:
+                where = store.root.url + key
+                known[digest] = frozenset(_parse_manifest(data or b"", where).packs)
+            found[digest] = known[digest]
+        known.clear()
+        known.update(found)
+        return keys, frozenset().union(*found.values())
     raise StorageError(
         f"the steps below {store.root.url} kept changing while they were read; nothing "
         "was deleted. Prune again when fewer steps come and go"
@@ -189,8 +198,15 @@ def _parse_manifest(data: bytes, where: str) -> Manifest:
         ) from error
 
 
-def execute(store: DeltaStore, planned: PrunePlan) -> Sequence[str]:
+def execute(
+    store: DeltaStore, planned: PrunePlan, *, known: Known | None = None
+) -> Sequence[str]:
     """Delete what a plan found dead and what is dead still; returns those packs.
+
+    Args:
+        store: The store.
+        planned: The plan.
+        known: As for `plan`.
 
     Raises:
         StorageError: The storage refused something, as a full disk does.
@@ -211,7 +227,7 @@ def execute(store: DeltaStore, planned: PrunePlan) -> Sequence[str]:
     mark = Mark(owner=owners.this_process(), packs=planned.dead)
     _condemn(store, name, mark)
     try:
-        again = plan(store)
+        again = plan(store, known=known)
         doomed = sorted(set(planned.dead) & set(again.dead))
         for pack in doomed:
             store.packs.delete(pack)

@@ -7,7 +7,11 @@ from typing import Any, Protocol
 import orbax.checkpoint as ocp
 
 from orbax_delta import delegation, fallback, listing, restore
-from orbax_delta.errors import CorruptionError, FormatError, NotFoundError
+from orbax_delta.errors import (
+    CorruptionError,
+    NotFoundError,
+    UnsupportedVersionError,
+)
 from orbax_delta.handler import DEFAULT_ITEM, DeltaRestore
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import locate
@@ -44,6 +48,7 @@ def restore_latest_good(
 
     Raises:
         StructureError: The target does not fit the newest readable step.
+        UnsupportedVersionError: A newer version of this package wrote that step.
         CorruptionError: No step and no base restores.
         NotFoundError: There is no step and no base.
     """
@@ -51,13 +56,19 @@ def restore_latest_good(
     manager.reload()
     steps = sorted(manager.all_steps(), reverse=True)
     count = len(steps)
-    damaged = []
+    passed_over: tuple[type[Exception], ...] = (
+        *fallback.damage(str(manager.directory)),
+        FileNotFoundError,
+    )
+    damaged: list[str] = []
     while steps:
         step = steps.pop(0)
         try:
             _require_item(manager, step, item)
             return step, _restore(manager, step, target, item)
-        except (CorruptionError, FormatError, FileNotFoundError) as error:
+        except UnsupportedVersionError:
+            raise  # what a newer package wrote is no damage
+        except passed_over as error:
             _logger.error(
                 "step %s does not restore, trying an older one: %s", step, error
             )
@@ -100,25 +111,30 @@ def restore_base(
     Raises:
         NotFoundError: There is no such base.
         StructureError: The target does not fit it.
-        CorruptionError: None of them restores.
+        CorruptionError: None of them restores, or those that could be it are damaged.
     """
     wanted = delegation.target(DeltaRestore(target))
+    bases = listing.read_root(os.fspath(root)).bases
     kept = [
         base
-        for base in listing.read_root(os.fspath(root)).bases
+        for base in bases
         if base.place.item == item and step in (None, base.place.step)
     ]
+    unreadable = [str(base.error) for base in bases if base.manifest is None]
     if not kept:
         which = "no base" if step is None else f"no base of step {step}"
-        raise NotFoundError(
+        message = (
             f"the store of {root} keeps {which} of item {item!r}; `orbax-delta ls "
             "--bases` lists those that it keeps"
         )
+        if unreadable:
+            raise CorruptionError(f"{message}. Others are damaged: {unreadable[0]}")
+        raise NotFoundError(message)
     damaged = []
     for base in reversed(kept):
         try:
             restored = restore.run(base.place, wanted, DeltaOptions())
-        except fallback.DAMAGE as error:
+        except fallback.damage(base.place.item_url) as error:
             _logger.error("the kept base %s does not restore: %s", base.step, error)
             damaged.append(str(error))
             continue

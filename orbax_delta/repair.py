@@ -9,26 +9,36 @@ be made good is left as it is.
 import dataclasses
 import functools
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from orbax_delta import bases, check, healing, owners, reader, rewriting, steps
 from orbax_delta.background import pool
 from orbax_delta.check import Examination
 from orbax_delta.errors import (
+    ConflictError,
     CorruptionError,
     DeltaError,
     FormatError,
+    NotFoundError,
+    StorageError,
     UnsupportedVersionError,
 )
 from orbax_delta.findings import Problem
 from orbax_delta.listing import Item, Progress, no_progress
 from orbax_delta.manifests import MANIFEST_NAME, PART_NAME
-from orbax_delta.marks import Mark, parse_mark, read_marks
+from orbax_delta.marks import Mark, parse_mark, warned_of
 from orbax_delta.options import DeltaOptions
+from orbax_delta.places import locate
 from orbax_delta.reader import Request
 from orbax_delta.rewriting import Renewed, Written
 from orbax_delta.steps import Step
-from orbax_delta.store import COMMIT_MARKER, STORE_FILE, Folder, store_document
+from orbax_delta.store import (
+    COMMIT_MARKER,
+    STORE_FILE,
+    STORE_NAME,
+    Folder,
+    store_document,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +82,9 @@ class RepairReport:
 
 _Action = tuple[Mend, Callable[[], object]]
 
+_MAX_ROUNDS = 3
+"""What one round mends can show the next what else is to be done."""
+
 
 def repair(
     url: str, *, dry_run: bool = False, progress: Progress = no_progress
@@ -87,34 +100,50 @@ def repair(
         progress: Told of MANIFESTs, packs and chunks done.
 
     Raises:
-        NotFoundError: There is no such folder, or nothing of this package.
+        NotFoundError: There is no such folder, nothing of this package, or its store
+            lies in a folder above.
         UnsupportedVersionError: Something was written by a newer format.
         StorageError: The folder cannot be listed.
     """
     found = check.examine(url, progress=progress)
     _refuse_newer(found)
+    _require_root(found)
     mended: list[Mend] = []
     failed: list[Mend] = []
-    # Each plan looks at what the one before it has mended.
-    for planned in (_small_files, _lost_files, _damaged_records):
-        if mended and not dry_run:
-            found = check.examine(url, progress=progress)
-        for mend, action in planned(found):
-            try:
-                if not dry_run:
-                    action()
-                mended.append(mend)
-            except (DeltaError, FileNotFoundError) as error:
-                what = f"{mend.what}: {error}"
-                failed.append(dataclasses.replace(mend, what=what))
-    after = check.examine(url, progress=progress) if mended and not dry_run else found
+    for _ in range(1 if dry_run else _MAX_ROUNDS):
+        before, failed = len(mended), []
+        # Each plan looks at what the one before it has mended.
+        for planned in (_small_files, _lost_files, _damaged_records):
+            done, not_done = _carry_out(planned(found), dry_run)
+            mended += done
+            failed += not_done
+            if done and not dry_run:
+                found = check.examine(url, progress=progress)
+        if len(mended) == before:
+            break
     return RepairReport(
-        root=after.root.folder.url,
+        root=found.root.folder.url,
         dry_run=dry_run,
         mended=mended,
         failed=failed,
-        problems=after.report().problems,
+        problems=found.report().problems,
     )
+
+
+def _carry_out(
+    planned: Iterable[_Action], dry_run: bool
+) -> tuple[list[Mend], list[Mend]]:
+    """What was mended, and what could not be."""
+    mended, failed = [], []
+    for mend, action in planned:
+        try:
+            if not dry_run:
+                action()
+            mended.append(mend)
+        except (DeltaError, FileNotFoundError) as error:
+            what = f"{mend.what}: {error}"
+            failed.append(dataclasses.replace(mend, what=what))
+    return mended, failed
 
 
 def _refuse_newer(found: Examination) -> None:
@@ -126,27 +155,58 @@ def _refuse_newer(found: Examination) -> None:
             raise error
 
 
+def _require_root(found: Examination) -> None:
+    """A step's folder can be verified; only the one with its store can be mended."""
+    url = found.root.folder.url
+    for packs in map(_packs_of, found.root.everything):
+        if packs is not None and not packs.url.startswith(url):
+            raise NotFoundError(
+                f"{url} is not the folder that was given to CheckpointManager: its "
+                f"packs lie in {packs.url}. Repair the folder that holds {STORE_NAME}"
+            )
+
+
+def _packs_of(item: Item) -> Folder | None:
+    """Where the packs of an item lie, if its MANIFEST and its store can be read."""
+    if item.manifest is None:
+        return None
+    try:
+        return steps.packs_of(item.manifest, Folder(item.place.item_url))
+    except DeltaError:
+        return None
+
+
 # --- small files ----------------------------------------------------------------------
 
 
 def _small_files(found: Examination) -> Iterator[_Action]:
     """STORE.json, its marker, and marks that nobody can read."""
     store = found.root.store
-    uuids = {
+    astray = {
         item.manifest.store_uuid
         for item in found.root.everything
-        if item.manifest and not item.manifest.self_contained
+        if item.manifest and _packs_of(item) is None
     }
-    if len(uuids) == 1 and store.uuid not in uuids:
-        (uuid,) = uuids
+    # Where nothing of a store lies there is none to mend, as in a step's own folder.
+    # What needs a pack that lies here is of this store, names being random, and so is
+    # a kept base; another step may have come from elsewhere.
+    packs = set(store.packs.names())
+    of_store = {
+        item.manifest.store_uuid
+        for item in found.root.everything
+        if item.manifest and (item.is_base or not packs.isdisjoint(item.manifest.packs))
+    }
+    wanted = of_store or astray
+    if len(wanted) == 1 and not store.uuid and store.folder.names():
+        (uuid,) = wanted
         yield (
             Mend(
-                what="written anew with the identity that all MANIFESTs name",
+                what="written anew with the identity that its MANIFESTs name",
                 file=found.file(store.url + STORE_FILE),
             ),
             lambda: store.folder.replace(STORE_FILE, store_document(uuid)),
         )
-    if uuids and store.folder.read(COMMIT_MARKER) != b"":
+    if store.packs.names() and store.folder.read(COMMIT_MARKER) != b"":
         yield (
             Mend(what="written anew", file=found.file(store.url + COMMIT_MARKER)),
             lambda: store.folder.replace(COMMIT_MARKER, b""),
@@ -178,41 +238,70 @@ def _unreadable_marks(folder: Folder) -> Iterator[str]:
 
 def _lost_files(found: Examination) -> Iterator[_Action]:
     """MANIFESTs and parts that a copy of the same attempt can replace."""
-    whole = {}
+    damage = {item.key: _damage(item) for item in found.root.everything}
+    whole = {
+        item.manifest.attempt: item
+        for item in found.root.everything
+        if item.manifest is not None and damage[item.key] is None
+    }
     for item in found.root.everything:
-        if item.manifest is not None and _opens(item):
-            whole[item.manifest.attempt] = item
-    for item in found.root.everything:
-        if item.lost_part or item.manifest is None or not _opens(item):
-            source = whole.get(_attempt_of(item))
-            if source is not None:
-                yield _copy(found, source, item)
-            elif item.is_base:
-                yield _drop(found, item)
+        error = damage[item.key]
+        if error is None or not found.is_there(item):
+            continue
+        copies = (whole.get(attempt) for attempt in _attempts_of(item))
+        source = next((one for one in copies if one and _belongs(one, item)), None)
+        if source is not None:
+            yield _copy(found, source, item)
+        elif item.is_base and not isinstance(error, StorageError):
+            # What the storage does not give now may be whole, and come back.
+            yield _drop(found, item)
 
 
-def _opens(item: Item) -> bool:
+def _damage(item: Item) -> DeltaError | None:
+    """What is wrong with MANIFEST and parts; not the store's fault that it is lost."""
+    if item.manifest is None:
+        return item.error
     try:
-        steps.open_step(item.place)
-    except DeltaError:
-        return False
-    return True
+        steps.read_rows(Folder(item.place.item_url), item.manifest)
+    except DeltaError as error:
+        return error
+    return None
 
 
-def _attempt_of(item: Item) -> str:
-    """The attempt that wrote a step's files, by the name of its part if need be."""
-    if item.manifest is not None:
-        return item.manifest.attempt
+def _attempts_of(item: Item) -> list[str]:
+    """Attempts that may have written a step: by its MANIFEST, by its part's name."""
+    if item.is_base:
+        return [item.step.rpartition("/")[2]]
     names = map(PART_NAME.fullmatch, Folder(item.place.item_url).names())
-    attempts = {match[1] for match in names if match}
-    return attempts.pop() if len(attempts) == 1 else ""
+    by_part = {match[1] for match in names if match}
+    # A MANIFEST can be another save's; with parts of several nobody can tell.
+    return [
+        *([item.manifest.attempt] if item.manifest else ()),
+        *(by_part if len(by_part) == 1 else ()),
+    ]
+
+
+def _belongs(source: Item, item: Item) -> bool:
+    """Whether a MANIFEST is of the step and item that a folder is named for.
+
+    With files of another step that were copied over it, a folder must not become that
+    one whole: it would restore as what its name does not say.
+    """
+    # What the folder is named, whatever kind of MANIFEST lies in it.
+    manifest, place = source.manifest, locate(item.place.item_url)
+    if manifest is None or item.is_base:
+        return item.is_base
+    known = None not in (place.step, manifest.step)
+    return place.item == manifest.item and not (known and place.step != manifest.step)
 
 
 def _copy(found: Examination, source: Item, item: Item) -> _Action:
     def copy() -> None:
+        if not found.is_there(item):
+            raise ConflictError("it was deleted meanwhile; nothing was written")
         origin, folder = Folder(source.place.item_url), Folder(item.place.item_url)
-        step = steps.open_step(source.place)
-        for name in (*(part.name for part in step.manifest.parts), MANIFEST_NAME):
+        parts = source.manifest.parts if source.manifest else ()
+        for name in (*(part.name for part in parts), MANIFEST_NAME):
             data = origin.read(name)
             if data is not None:
                 folder.replace(name, data)
@@ -232,35 +321,38 @@ def _drop(found: Examination, item: Item) -> _Action:
 
 def _damaged_records(found: Examination) -> Iterator[_Action]:
     """Steps with chunks in damaged packs, and a warning to jobs about those packs."""
-    damaged = found.damaged_packs(found.root.store.packs.url)
+    store = found.root.store
+    damaged = found.damaged_packs(store.packs.url)
     written: Written = {}
     for item in found.root.everything:
-        if item.manifest is None or item.manifest.self_contained or not _opens(item):
+        step = _open(item)
+        # What is still being saved is not touched, nor what has its packs elsewhere.
+        if step is None or not item.finished or step.packs.url != store.packs.url:
             continue
-        step = steps.open_step(item.place)
         affected = [
             request
             for request in _requests(step)
-            if found.fault(request)
+            if found.fault(step.packs, request)
             or any(ref.pack in damaged for ref in request.row.refs)
         ]
         if affected:
             yield from _renew(found, item, step, affected, written)
-    known = {
-        pack
-        for mark in read_marks(found.root.store.condemned).values()
-        if mark.owner == owners.NOBODY
-        for pack in mark.packs
-    }
-    if damaged - known:
+    for pack in sorted(damaged - warned_of(store.condemned)):
         yield (
             Mend(
-                what=f"{len(damaged)} damaged packs condemned: jobs that run write "
-                "anew what they hold, and `prune` deletes them",
-                file=found.file(found.root.store.packs.url),
+                what="damaged pack condemned: jobs that run write anew what they need "
+                "of it, and `prune` deletes it once no step names it",
+                file=found.file(store.packs.url + pack),
             ),
-            lambda: _condemn(found, sorted(damaged)),
+            functools.partial(_condemn, found, [pack]),
         )
+
+
+def _open(item: Item) -> Step | None:
+    try:
+        return steps.open_step(item.place)
+    except DeltaError:
+        return None  # told by the verification, or deleted meanwhile
 
 
 def _requests(step: Step) -> list[Request]:
@@ -275,7 +367,7 @@ def _renew(
     affected: Sequence[Request],
     written: Written,
 ) -> Iterator[_Action]:
-    failing = [request for request in affected if found.fault(request)]
+    failing = [request for request in affected if found.fault(step.packs, request)]
     healed = healing.find(found.root, failing)
     lost = [r for r in failing if healing.wanted(r) not in healed]
     count = len(affected) - len(lost)
@@ -283,7 +375,9 @@ def _renew(
         return
 
     def contents() -> Iterator[Renewed]:
-        sound = [request for request in affected if not found.fault(request)]
+        sound = [
+            request for request in affected if not found.fault(step.packs, request)
+        ]
         with pool(DeltaOptions().worker_count) as executor:
             for got in reader.fetch(
                 step.packs, sound, executor=executor, count=reader.ReadCount()
@@ -293,7 +387,7 @@ def _renew(
         for request in failing:
             one = healed.get(healing.wanted(request))
             if one is not None:
-                yield Renewed(request=request, content=one.content)
+                yield Renewed(request=request, content=one.read())
 
     what = f"{count} chunks stored anew"
     if healed:

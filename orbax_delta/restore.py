@@ -204,9 +204,9 @@ def _fill(
             else:
                 filling.put(got.request, got.content)
     if failing:
-        found = healing.heal(step.place, failing)
+        found = healing.heal(step, failing)
         for got in failing:
-            filling.put(got.request, found[healing.wanted(got.request)].content)
+            filling.put(got.request, found[healing.wanted(got.request)].read())
     return filling.values, [got.request for got in failing]
 
 

@@ -1,8 +1,8 @@
 """Writing a committed step anew, with other records for some of its chunks.
 
 The order is that of a save: pin, packs, part, MANIFEST; a prune beside it sees the same
-signs. The one difference: the MANIFEST takes the place of another, so it is read back,
-and the files of the old attempt go only after that.
+signs. The one difference: the MANIFEST takes the place of another, and of no other, and
+the files of the old attempt go only after that.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from orbax_delta.manifests import (
     encode_manifest,
     parse_manifest,
 )
-from orbax_delta.marks import Mark, read_marks
+from orbax_delta.marks import Mark, usable_packs
 from orbax_delta.options import DeltaOptions
 from orbax_delta.packs import PackWriter
 from orbax_delta.parts import Ref, Row
@@ -71,26 +71,23 @@ def rewrite(
     """
     attempt = secrets.token_bytes(16)
     pin = f"{attempt.hex()}-p{_PROCESS}"
+    old = Folder(step.place.item_url)
+    new = store.bases.child(attempt.hex()) if as_base else old
     shared = {ref.pack for ref in written.values() if ref.pack}
-    mark = Mark(
-        owner=owners.this_process(), packs=sorted(shared.union(step.manifest.packs))
-    )
-    store.pins.write(pin, mark.encode())
+    packs = sorted(shared.union(step.manifest.packs))
+    store.pins.write(pin, Mark(owner=owners.this_process(), packs=packs).encode())
     try:
         _forget_doomed(store, written)
         fresh = _put_records(store, attempt, renewed, written)
-        rows = [
-            dataclasses.replace(
-                row, rule=Rule.NONE, refs=(fresh[row.leaf, row.box],), since=0, age=0
-            )
-            if (row.leaf, row.box) in fresh
-            else row
-            for row in step.rows
-        ]
-        old = Folder(step.place.item_url)
-        new = store.bases.child(attempt.hex()) if as_base else old
+        rows = [_renewed(row, fresh.get((row.leaf, row.box))) for row in step.rows]
+        # A write would make the folder of a deleted step again.
+        _require_unchanged(old, step.manifest)
         manifest = _put_part(new, attempt, step.manifest, rows)
-        _publish(store, old, new, step.manifest, manifest, pin)
+        try:
+            _publish(store, old, new, step.manifest, manifest, pin)
+        except ConflictError:
+            _take_back(new, manifest)
+            raise
     finally:
         # Nothing renames the step now; its MANIFEST keeps the packs, or they are dead.
         with contextlib.suppress(StorageError):
@@ -102,12 +99,15 @@ def rewrite(
             old.delete(part.name)
 
 
+def _renewed(row: Row, ref: Ref | None) -> Row:
+    if ref is None:
+        return row
+    return dataclasses.replace(row, rule=Rule.NONE, refs=(ref,), since=0, age=0)
+
+
 def _forget_doomed(store: DeltaStore, written: Written) -> None:
     """As a save does after its pin: build on nothing that is being deleted."""
-    condemned = read_marks(store.condemned).values()
-    usable = set(store.packs.names()).difference(
-        pack for mark in condemned for pack in mark.packs
-    )
+    usable = usable_packs(store)
     for key, ref in list(written.items()):
         if ref.pack and ref.pack not in usable:
             del written[key]
@@ -124,13 +124,19 @@ def _put_records(
         pack_bytes=DeltaOptions().pack_bytes,
     )
     refs: dict[tuple[int, Box], Ref] = {}
-    for chunk in renewed:
-        row, word_bytes = chunk.request.row, chunk.request.leaf.element.word_bytes
-        key = row.digest, word_bytes
-        if key not in written:
-            written[key] = _put_record(writer, row, chunk.content, word_bytes)
-        refs[row.leaf, row.box] = written[key]
-    writer.finish()
+    try:
+        for chunk in renewed:
+            row, word_bytes = chunk.request.row, chunk.request.leaf.element.word_bytes
+            key = row.digest, word_bytes
+            if key not in written:
+                written[key] = _put_record(writer, row, chunk.content, word_bytes)
+            refs[row.leaf, row.box] = written[key]
+        writer.finish()
+    except BaseException:
+        # As a save does: nothing may land after the error is known.
+        with contextlib.suppress(StorageError):
+            writer.drain()
+        raise
     return refs
 
 
@@ -168,6 +174,26 @@ def _put_part(
     )
 
 
+def _require_unchanged(old: Folder, before: Manifest) -> bytes:
+    """The MANIFEST that is to be replaced, if it is still the one that was read."""
+    data = old.read(MANIFEST_NAME)
+    where = old.url + MANIFEST_NAME
+    if data is None or parse_manifest(data, where=where).attempt != before.attempt:
+        raise ConflictError(
+            f"{where} was deleted or replaced meanwhile; it was left as it is"
+        )
+    return data
+
+
+def _take_back(folder: Folder, manifest: Manifest) -> None:
+    """Remove the parts, and the folders of a step that was deleted before they came."""
+    with contextlib.suppress(StorageError):
+        for part in manifest.parts:
+            folder.delete(part.name)
+        folder.remove_if_empty()
+        Folder(folder.url.rstrip("/").rpartition("/")[0]).remove_if_empty()
+
+
 def _publish(
     store: DeltaStore,
     old: Folder,
@@ -176,18 +202,27 @@ def _publish(
     manifest: Manifest,
     pin: str,
 ) -> None:
-    data = old.read(MANIFEST_NAME)
-    where = old.url + MANIFEST_NAME
-    if data is None or parse_manifest(data, where=where).attempt != before.attempt:
-        raise ConflictError(
-            f"{where} was deleted or replaced meanwhile; it was left as it is"
-        )
-    new.replace(MANIFEST_NAME, encode_manifest(manifest))
-    if store.pins.read(pin) is None:
-        if new.url == old.url:
-            old.replace(MANIFEST_NAME, data)
+    data, written = _require_unchanged(old, before), encode_manifest(manifest)
+    in_place = new.url == old.url
+    _exchange(new, data if in_place else None, written)
+    fresh = set(manifest.packs).difference(before.packs)
+    # A prune that broke the pin has seen either MANIFEST, and may be deleting what only
+    # the other one names: the old one comes back only if it is that of the fresh packs.
+    if store.pins.read(pin) is None and not fresh <= usable_packs(store):
+        if in_place:
+            _exchange(old, written, data)
         else:
             new.delete(MANIFEST_NAME)
         raise ConflictError(
-            f"{where}: its pin was removed by a prune; the step was left as it was"
+            f"{old.url}{MANIFEST_NAME}: its pin was removed by a prune; the step was "
+            "left as it was"
+        )
+
+
+def _exchange(folder: Folder, before: bytes | None, data: bytes) -> None:
+    """Put a MANIFEST in the place of another, and of no other."""
+    if not folder.create(MANIFEST_NAME, data, instead_of=before):
+        raise ConflictError(
+            f"{folder.url}{MANIFEST_NAME} was deleted or replaced meanwhile; it was "
+            "left as it is"
         )

@@ -14,7 +14,7 @@ from orbax_delta.options import MAX_CHUNK_BYTES
 from orbax_delta.parts import Row
 from orbax_delta.places import MAX_MANIFEST_DEPTH, SELF_CONTAINED_PACKS, Place
 from orbax_delta.reports import SaveReport
-from orbax_delta.store import STORE_NAME, DeltaStore, Folder
+from orbax_delta.store import STORE_FILE, STORE_NAME, DeltaStore, Folder
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -34,6 +34,13 @@ class Step:
     manifest: Manifest
     rows: Sequence[Row]
     packs: Folder
+
+    @property
+    def root_url(self) -> str | None:
+        """Folder that its store lies in, also of a step that was moved to a trash."""
+        if self.manifest.self_contained:
+            return None
+        return self.packs.url.removesuffix(f"/{STORE_NAME}/packs/")
 
     def as_base(self) -> Base:
         """What the next save finds stored after this step."""
@@ -72,10 +79,23 @@ def open_step(place: Place) -> Step:
             place.label,
             manifest.step,
         )
+    if place.item != manifest.item and not manifest.self_contained:
+        _logger.warning(
+            "%s was saved as item %r; its folder was renamed, or another item was "
+            "copied over it",
+            place.label,
+            manifest.item,
+        )
     packs = packs_of(manifest, item)
-    return Step(
-        place=place, manifest=manifest, rows=_read_rows(item, manifest), packs=packs
-    )
+    try:
+        rows = read_rows(item, manifest)
+    except CorruptionError:
+        again = read_manifest(item)
+        if again is None or again.attempt == manifest.attempt:
+            raise
+        # A repair has replaced it meanwhile, and removed the old part.
+        manifest, rows = again, read_rows(item, again)
+    return Step(place=place, manifest=manifest, rows=rows, packs=packs)
 
 
 def read_manifest(item: Folder) -> Manifest | None:
@@ -120,7 +140,8 @@ def packs_of(manifest: Manifest, item: Folder) -> Folder:
         + (f" ({'; '.join(others)})" if others else "")
         + ". The step was moved or copied without its store; when it was saved the "
         f"store was {manifest.store_url}. Put the step back under the folder that "
-        f"holds that {STORE_NAME}, or copy that {STORE_NAME} beside the step"
+        f"holds that {STORE_NAME}, or copy that {STORE_NAME} beside the step. If it is "
+        f"there and has lost its {STORE_FILE}, `orbax-delta repair` writes it anew"
     )
 
 
@@ -136,7 +157,14 @@ def _read_part(item: Folder, part: PartEntry) -> bytes:
     return data
 
 
-def _read_rows(item: Folder, manifest: Manifest) -> list[Row]:
+def read_rows(item: Folder, manifest: Manifest) -> list[Row]:
+    """All rows of a MANIFEST, from the parts beside it; no store is looked for.
+
+    Raises:
+        CorruptionError: A part is missing, or is not what the MANIFEST says.
+        FormatError: A part is none.
+        UnsupportedVersionError: A newer format wrote it.
+    """
     words = manifest.word_sizes()
     rows: list[Row] = []
     for part in manifest.parts:

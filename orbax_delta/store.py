@@ -28,8 +28,8 @@ _STORE_MAGIC = "orbax-delta-store"
 _UUID = re.compile(r"[0-9a-f]{32}")
 
 _STORE_REMEDY = (
-    "restore it from a copy, or write what `orbax-delta verify` of this root says that "
-    "it must hold"
+    "`orbax-delta repair` of this root writes it anew, if the steps agree on what it "
+    "must hold; otherwise restore it from a copy"
 )
 
 # One for all folders: they share connections, and what lies in memory.
@@ -37,6 +37,9 @@ _CONTEXT = ts.Context()
 
 # What TensorStore appends to a file's name while it writes it.
 _UNFINISHED = ".__lock"
+
+# No key has this generation, whether it is there or not.
+_NO_GENERATION = b"\x01none"
 
 # What TensorStore's status codes become in Python.
 _TENSORSTORE_ERRORS = (ValueError, OSError, IndexError, RuntimeError)
@@ -97,31 +100,41 @@ class Folder:
     def replace(self, key: str, data: bytes) -> None:
         """Write a key that may have other content, atomically, and read it back.
 
-        TensorStore 0.1.86 does not truncate what a killed write of the key left, so a
-        shorter value would keep the tail of that (`tests/test_store.py` notices when
-        it does); hence the look at what came out.
-
         Raises:
             StorageError: The storage refused it, or the key does not read back.
         """
+        with _translated(f"write {self.url}{key}"):
+            self._drop_leftover(key)
         self.write(key, data)
-        if self.read(key) != data:
-            # The first write has used up what the killed one left.
-            self.write(key, data)
         if self.read(key) != data:
             raise errors.StorageError(
                 f"{self.url}{key} does not read back as it was written"
             )
 
-    def create(self, key: str, data: bytes) -> bool:
-        """Write a key only if it does not exist; False when it does."""
+    def _drop_leftover(self, key: str) -> None:
+        """Remove what a killed write of a key left beside it.
+
+        TensorStore 0.1.86 does not truncate that, so a shorter value would keep its
+        tail (`tests/test_store.py` notices when it does). A write on a condition that
+        never holds takes TensorStore's own lock, and removes it.
+        """
+        if _is_local(self.url):
+            self._kvstore.write(key, b"", if_equal=_NO_GENERATION).result()
+
+    def create(self, key: str, data: bytes, *, instead_of: bytes | None = None) -> bool:
+        """Write a key only if it does not exist; False when it does.
+
+        With `instead_of` it is written only while that is its content.
+        """
         with _translated(f"create {self.url}{key}"):
-            missing = self._kvstore.read(key).result()
-            if missing.state != "missing":
+            if instead_of is not None:
+                self._drop_leftover(key)
+            there = self._kvstore.read(key).result()
+            if (bytes(there.value) if there.state == "value" else None) != instead_of:
                 return False
             # A failed condition raises nothing: the generation comes back empty.
             stamp = self._kvstore.write(
-                key, data, if_equal=missing.stamp.generation
+                key, data, if_equal=there.stamp.generation
             ).result()
             return bool(stamp.generation)
 
@@ -168,8 +181,11 @@ class Folder:
         """Remove every key, and what killed writes left of them."""
         with _translated(f"empty {self.url}"):
             self._kvstore.delete_range(ts.KvStore.KeyRange()).result()
+        self.remove_if_empty()
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder itself, which TensorStore leaves, if nothing is in it."""
         if _is_local(self.url):
-            # TensorStore leaves the folder itself; nothing reads one that is empty.
             with contextlib.suppress(OSError):
                 os.rmdir(self.url)
 
@@ -308,8 +324,7 @@ class DeltaStore:
         # A new identity would make every step that needs these packs unreadable.
         raise errors.CorruptionError(
             f"{folder.url} holds packs but no {STORE_FILE}; nothing was written. "
-            f"Restore it from a copy; `orbax-delta verify {root.url}` prints what it "
-            "must hold"
+            f"`orbax-delta repair {root.url}` writes it anew, or restore it from a copy"
         )
 
     def refresh_markers(self) -> None:
@@ -337,6 +352,11 @@ def _parse_store(data: bytes, url: str) -> str:
             f"{where} is not the file of a delta store; {_STORE_REMEDY}"
         )
     version = document.get("format_version")
+    if type(version) is not int:
+        raise errors.FormatError(
+            f"{where} has format version {version!r:.80}, which is no whole number; "
+            f"{_STORE_REMEDY}"
+        )
     if version != FORMAT_VERSION:
         raise errors.UnsupportedVersionError(
             f"{where} has format version {version!r:.80}; this package reads "

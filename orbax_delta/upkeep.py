@@ -15,15 +15,12 @@ from orbax_delta.base import Base
 from orbax_delta.bases import BasePlan, Kept
 from orbax_delta.errors import (
     ConflictError,
-    CorruptionError,
     DeltaError,
-    FormatError,
     NotFoundError,
     StorageError,
-    UnsupportedVersionError,
 )
 from orbax_delta.manifests import MANIFEST_NAME, Manifest
-from orbax_delta.marks import Mark, read_marks
+from orbax_delta.marks import Mark, usable_packs
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place, without_suffix
 from orbax_delta.store import DeltaStore, Folder
@@ -43,6 +40,7 @@ class ItemState:
         seen: MANIFESTs found after the last save, by their names once Orbax has renamed
             their folders; None before the first save and after one that failed.
         kept: The store's bases, as far as they were read.
+        named: What MANIFESTs name, as far as they were read.
         loose: Pins to delete that the store would not delete; tried again with the
             next save.
         lock: One save at a time, whatever calls.
@@ -53,6 +51,7 @@ class ItemState:
     pin: str | None = None
     seen: frozenset[str] | None = None
     kept: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    named: prune.Known = dataclasses.field(default_factory=dict)
     loose: set[str] = dataclasses.field(default_factory=set)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -75,7 +74,7 @@ def pinned(
     mark = Mark(owner=owners.this_process(), packs=sorted(needed))
     try:
         store.pins.write(name, mark.encode())
-        dropped = state.base.forget_packs(needed - _usable_packs(store))
+        dropped = state.base.forget_packs(needed - usable_packs(store))
         if dropped:
             _logger.warning(
                 "%d stored chunks are gone from %s; writing them in full",
@@ -93,25 +92,11 @@ def pinned(
         _let_go(store, state, previous)
 
 
-def _usable_packs(store: DeltaStore) -> set[str]:
-    """Packs that are there and that nobody is about to delete."""
-    try:
-        condemned = read_marks(store.condemned).values()
-    except UnsupportedVersionError:
-        raise
-    except (CorruptionError, FormatError) as error:
-        # It may be about any pack. Writing all in full is dear, but never wrong.
-        _logger.warning("%s; building on no pack meanwhile", error)
-        return set()
-    doomed = {pack for mark in condemned for pack in mark.packs}
-    return set(store.packs.names()) - doomed
-
-
 def _let_go(store: DeltaStore, state: ItemState, *pins: str) -> None:
     """Delete pins; one that the store will not delete now is tried again later."""
     state.loose.update(pins)
-    with contextlib.suppress(StorageError):
-        for pin in sorted(state.loose):
+    for pin in sorted(state.loose):
+        with contextlib.suppress(StorageError):
             store.pins.delete(pin)
             state.loose.discard(pin)
 
@@ -157,7 +142,8 @@ def tidy(
                 key.rpartition("/")[0] for key in state.seen or ()
             }
             if state.seen is None or again or not state.seen <= found:
-                prune.execute(store, prune.plan(store))
+                planned = prune.plan(store, known=state.named)
+                prune.execute(store, planned, known=state.named)
             state.seen = found
         store.refresh_markers()
     except DeltaError as error:
@@ -197,7 +183,7 @@ def close(state: ItemState, options: DeltaOptions) -> None:
         if state.store is None:
             return
         if state.pin is not None:
-            state.store.pins.delete(state.pin)
+            _let_go(state.store, state, state.pin)
             state.pin = None
         state.seen = None  # that pin may have held packs back
         tidy(state.store, state, options, saved=None)

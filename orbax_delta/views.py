@@ -98,13 +98,18 @@ def _steps_table() -> Table:
     )
 
 
+def _number(entry: Document) -> str:
+    """A step's number; a damaged base says none."""
+    return "-" if entry["number"] is None else str(entry["number"])
+
+
 def bases_table(root: Document) -> Table:
     """What `ls --bases` shows: kept states, as the steps they were."""
     table = _steps_table()
     _add_rows(
         table,
         (
-            entry | {"step": f"{entry['number']}  {entry['step']}"}
+            entry | {"step": f"{_number(entry)}  {entry['step']}"}
             for entry in root["bases"]
         ),
     )
@@ -142,8 +147,13 @@ def _records(entry: Document) -> str:
     return f"{mean:.2f}/{longest}"
 
 
-def store_lines(root: Document) -> list[str | Text]:
-    """What `ls` says below its table: the store, and all that is damaged."""
+def store_lines(root: Document, *, bases: bool) -> list[str | Text]:
+    """What `ls` says below its table: the store, and all that is damaged.
+
+    Args:
+        root: What `ls` found.
+        bases: The table was of bases, which need not be mentioned again.
+    """
     store = root["store"]
     lines: list[str | Text] = []
     if store["packs"]:
@@ -151,11 +161,17 @@ def store_lines(root: Document) -> list[str | Text]:
             f"Store: {_packs(store['packs'], store['bytes'])}. Are some dead? "
             f"orbax-delta prune --dry-run {root['root']}"
         )
-    if root["bases"]:
-        kept = ", ".join(str(entry["number"]) for entry in root["bases"])
+    # Several items of a step are kept on their own; a damaged one keeps nothing.
+    kept = dict.fromkeys(
+        str(entry["number"]) for entry in root["bases"] if entry["number"] is not None
+    )
+    if bases and not kept:
+        lines.append("No state is kept whatever is deleted (keep_bases).")
+    if kept and not bases:
+        plural = "s" if len(kept) > 1 else ""
         lines.append(
-            f"Kept whatever is deleted: the state of step {kept}. More: orbax-delta ls "
-            f"--bases {root['root']}"
+            f"Kept whatever is deleted: the state{plural} of step{plural} "
+            f"{', '.join(kept)}. More: orbax-delta ls --bases {root['root']}"
         )
     entries = (store, *root["steps"], *root["bases"])
     damaged = (entry for entry in entries if "error" in entry)
@@ -270,6 +286,10 @@ def verify_lines(report: Document) -> list[str | Text]:
     ]
     if report["vanished"]:
         lines.append(f"Deleted meanwhile, not judged: {_names(report['vanished'])}.")
+    if report["others"]:
+        lines.append(
+            f"Saved by other handlers, not looked at: {_names(report['others'])}."
+        )
     if report["unnamed_packs"]:
         lines.append(
             f"Named by no step: {_count(len(report['unnamed_packs']), 'pack')}, "
@@ -298,7 +318,8 @@ def repair_lines(report: Document) -> list[str | Text]:
     if report["ok"]:
         lines.append(Text("Nothing is wrong.", style="green"))
     elif report["dry_run"]:
-        lines.append(f"Now: {_count(len(report['problems']), 'problem')}.")
+        problems = _count(len(report["problems"]), "problem")
+        lines.append(f"Now: {problems}. What is mended can show what else is to be.")
     else:
         left = _count(len(report["problems"]), "problem")
         lines.append(Text(f"Left: {left}; orbax-delta verify says more.", style="red"))

@@ -136,7 +136,7 @@ def part(data: bytes) -> None:
     )
     named = dataclasses.replace(manifest, parts=(entry,))
     try:
-        rows = steps._read_rows(_OneFile(file), named)
+        rows = steps.read_rows(_OneFile(file), named)
     except DeltaError as error:
         hostile.require_words(error, "a/part", "a/:")
         return

@@ -1,5 +1,7 @@
 """Kept bases: which states the store keeps, that they restore, and when they go."""
 
+import dataclasses
+import errno
 import json
 import logging
 import shutil
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 from strategies import STORE, assert_same_tree, open_run, packs_named, packs_on_disk
 
 import orbax_delta
-from orbax_delta import bases, check, cli, listing, prune, restore_base
+from orbax_delta import bases, check, cli, listing, prune, restore_base, testing
 from orbax_delta.bases import Kept
-from orbax_delta.errors import StorageError
+from orbax_delta.errors import CorruptionError, StorageError
+from orbax_delta.manifests import encode_manifest
 from orbax_delta.store import DeltaStore, Folder
 
 SMALL = {"chunk_bytes": 4096, "full_every": 2, "refresh_every": 3}
@@ -128,6 +131,17 @@ def test_after_a_return_to_an_older_step():
     assert taken.take
     # By the clock of the saves, not by their count, the older one goes.
     assert len(taken.release) == 1
+
+
+def test_after_the_clock_was_set_back():
+    """A base from the future is no newer than what is saved after it."""
+    options = orbax_delta.DeltaOptions(keep_bases=2, full_every=5)
+    saves = [
+        dataclasses.replace(kept(n, [f"{n}"]), wall_time=n + (100.0 if n < 6 else 0))
+        for n in range(30)
+    ]
+    taken = [new.save_index for plan, new, _ in play(saves, options) if plan.take]
+    assert taken == [0, 5, 10, 15, 20, 25]
 
 
 # --- on disk ------------------------------------------------------------------------
@@ -285,6 +299,30 @@ def test_a_base_that_cannot_be_kept_fails_no_save(root, name, monkeypatch, caplo
     assert check.verify(str(root)).ok
 
 
+def test_no_base_is_made_of_two_saves(root):
+    """Another job has saved the step into the same folder: its MANIFEST is no base."""
+    with open_run(root, keep_bases=0) as run:
+        run.save(0, state(0))
+    mine = strategies.read_step(root, 0).manifest
+    attempt = "0f" * 16
+    part = dataclasses.replace(mine.parts[0], name=f"part-{attempt}-p0")
+    other = dataclasses.replace(mine, attempt=attempt, parts=(part,))
+    folder = Folder(str(root / "0" / "default"))
+    folder.replace("MANIFEST", encode_manifest(other))
+    store = DeltaStore.open(Folder(str(root)))
+    with pytest.raises(CorruptionError, match="is that of attempt 0f0f"):
+        bases.keep(store, mine, folder)
+    assert listing.read_root(str(root)).bases == []
+
+
+def test_pins_that_cannot_be_deleted_fail_no_close(root, caplog):
+    """They go with the process at the latest."""
+    stuck = testing.fail(errno.EIO, testing.Match(kind="delete", url="*/pins/*"))
+    with testing.faults(stuck), open_run(root) as run:
+        run.save(0, state(0))
+    assert check.verify(str(root)).ok
+
+
 def test_a_prune_leaves_a_base_alone_that_is_being_copied(root, monkeypatch):
     """A half copied base of a save whose pin is there is no leftover."""
     plans = []
@@ -331,7 +369,7 @@ def test_ls_bases(root, capsys):
     steps = kept_steps(root)
     assert cli.main(["ls", str(root)]) == 0
     numbers = ", ".join(map(str, steps))
-    assert f"the state of step {numbers}" in capsys.readouterr().out
+    assert f"the states of steps {numbers}" in capsys.readouterr().out
     assert cli.main(["ls", "--bases", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
     for step in steps:

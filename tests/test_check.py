@@ -474,6 +474,15 @@ def test_a_step_that_goes_while_its_manifest_is_missed(run):
     assert report.vanished == ("3",)
 
 
+def test_the_newest_step_of_a_running_job_lost_its_manifest(tmp_path):
+    """Its pin stays until the next save, and hides nothing."""
+    with strategies.open_run(tmp_path / "run") as opened:
+        opened.save(0, roots.state(0))
+        (tmp_path / "run/0/default/MANIFEST").unlink()
+        report = check.verify(str(tmp_path / "run"))
+    assert files(report) == {"0/default/MANIFEST"}
+
+
 @pytest.mark.parametrize(
     ("pinned", "lost"),
     [("live", False), ("elsewhere", False), ("dead", True), ("damaged", True)],
@@ -582,6 +591,22 @@ def test_copies_that_anybody_may_make(tmp_path):
     for name in ("7", "other"):
         shutil.copytree(tmp_path / "runs/final", tmp_path / "runs" / name)
     assert check.verify(str(tmp_path / "runs")).ok
+
+
+@pytest.mark.parametrize("damaged", ["final", "other"])
+def test_damage_to_one_of_two_copies(tmp_path, damaged):
+    """Packs of one name in two folders are two packs: the other copy is whole."""
+    with ocp.Checkpointer(orbax_delta.DeltaCheckpointHandler()) as checkpointer:
+        args = orbax_delta.DeltaSave({"w": np.arange(2000.0)})
+        checkpointer.save(tmp_path / "runs/final", args=args)
+    shutil.copytree(tmp_path / "runs/final", tmp_path / "runs/other")
+    (pack,) = (tmp_path / "runs" / damaged / "packs").iterdir()
+    flip(pack, 60)
+    report = check.verify(str(tmp_path / "runs"))
+    assert [name for name in report.steps if name not in report.whole_steps] == [
+        damaged
+    ]
+    assert {name for p in report.problems for name in p.steps} == {damaged}
 
 
 def test_a_folder_that_was_listed_twice(run):

@@ -95,6 +95,27 @@ def test_ls(made, command):
     assert last[0].startswith(f"Store: {len(packs_on_disk(made))} packs ({total}).")
 
 
+def test_ls_of_bases_of_several_items(tmp_path, command):
+    """A step is named once; a damaged base keeps none, whatever digits end its name."""
+    root = tmp_path / "run"
+    names = ("opt", "params")
+    registry = orbax_delta.handler_registry(item=names)
+    with ocp.CheckpointManager(root, handler_registry=registry) as manager:
+        trees = {name: orbax_delta.DeltaSave({"w": np.ones(9)}) for name in names}
+        manager.save(3, args=ocp.args.Composite(**trees))
+        manager.wait_until_finished()
+    code, out, _ = command("ls", root)
+    assert code == 0
+    assert "the state of step 3. More" in out
+    for base in (root / STORE / "bases").iterdir():
+        (base / "MANIFEST").write_bytes(b"garbled")
+        base.rename(base.with_name(base.name[:-2] + "d7"))
+    code, out, _ = command("ls", "--bases", root)
+    assert code == errors.FormatError.exit_code
+    assert "Kept" not in out
+    assert [line[0] for line in lines_of(out)[1:3]] == ["-", "-"]
+
+
 def test_ls_as_json(made, document):
     """The same as numbers."""
     code, found = document("ls", made)
@@ -187,6 +208,9 @@ def test_ls_of_steps_of_other_handlers(root, command, document):
         for step in (8, 9, 10):
             manager.save(step, args=ocp.args.StandardSave(tree))
     assert document("ls", root)[1]["other_steps"] == ["8", "9", "10"]
+    assert document("verify", root)[1]["others"] == ["8", "9", "10"]
+    _, out, _ = command("verify", root)
+    assert "Saved by other handlers, not looked at: 8, 9, 10." in out
     with open_run(root) as run:
         run.save(11, tree)
     code, out, _ = command("ls", root)
@@ -643,3 +667,17 @@ def test_as_a_module(made):
     assert done.returncode == 10
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+def test_prune_of_a_store_that_lost_its_file(run, command):
+    """Not "nothing to prune": nothing is deleted, and the remedy is named."""
+    (run / STORE / "STORE.json").unlink()
+    before = strategies.listing(run)
+    code, _, err = command("prune", run)
+    assert code == 22
+    assert "holds packs but no STORE.json" in err
+    assert "orbax-delta repair" in err
+    assert strategies.listing(run) == before
+    code, out, _ = command("repair", run)
+    assert code == 0
+    assert "Nothing is wrong." in out

@@ -1,7 +1,11 @@
 """Damage made good: other lists of records, other states, and `repair`."""
 
+import dataclasses
+import errno
+import functools
 import logging
 import shutil
+import weakref
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -11,7 +15,19 @@ from etils import epath
 from strategies import STORE, assert_same_tree, open_run, packs_named, read_step
 
 import orbax_delta
-from orbax_delta import check, listing, prune, repair, restore_base
+from orbax_delta import (
+    check,
+    listing,
+    owners,
+    prune,
+    reader,
+    repair,
+    restore_base,
+    rewriting,
+    steps,
+    testing,
+    upkeep,
+)
 from orbax_delta.errors import (
     CorruptionError,
     FormatError,
@@ -126,6 +142,16 @@ def test_damage_heals(run, step, caplog):
     assert f"orbax-delta repair {run}" in caplog.text
 
 
+def test_a_step_in_a_trash_heals_too(run):
+    """Its root is that of its store, wherever it was moved below that."""
+    damage_frozen(run, 4)
+    (run / "trash").mkdir()
+    (run / "4").rename(run / "trash" / "4")
+    tree, report = restore(run / "trash", 4)
+    assert_same_tree(tree, state(4))
+    assert report.chunks_healed == 2
+
+
 def test_nothing_healed_is_reported_of_a_whole_step(run):
     """A restore without damage reads no other step."""
     _, report = restore(run, LAST)
@@ -200,6 +226,43 @@ def test_verify_says_what_heals(run):
 # --- other states -------------------------------------------------------------------
 
 
+def test_what_heals_is_not_kept(run, monkeypatch):
+    """However much of a root is damaged, one chunk at a time is in memory."""
+    for step in (0, 4, LAST):
+        damage_frozen(run, step)
+    contents = []
+    real = reader.read_one
+
+    def spy(packs, request):
+        assert not [content for content in contents if content() is not None]
+        found = real(packs, request)
+        contents.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(reader, "read_one", spy)
+    assert [one for one in check.verify(str(run)).problems if one.healed_by]
+    assert len(contents) > 1
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_damage_that_all_steps_share_is_looked_for_once(root, count, monkeypatch):
+    """The error comes as soon as it is known that no step holds the lost chunk."""
+    with open_run(root, **{**SMALL, "refresh_every": 1000, "keep_bases": 0}) as opened:
+        for step in range(count):
+            opened.save(step, state(step))
+    damage_frozen(root, count - 1)
+    fetch, whole_reads = reader.fetch, []
+
+    def counted(packs, wanted, **options):
+        whole_reads.append(packs)
+        return fetch(packs, wanted, **options)
+
+    monkeypatch.setattr(reader, "fetch", counted)
+    with pytest.raises(CorruptionError, match="No other step or base"):
+        restore(root, count - 1)
+    assert len(whole_reads) == 2  # of this step, and of the one before it
+
+
 def test_the_error_names_the_newest_step_that_restores(run):
     """Damage that nothing heals: leaf, chunk, and where to go."""
     damage_moving(run, LAST)
@@ -235,6 +298,52 @@ def whole_steps(root):
     return [name for name in check.verify(str(root)).whole_steps if name.isdigit()]
 
 
+def test_fallback_takes_no_newer_step_under_an_older_name(run):
+    """Who asks for a step wants nothing trained after it, whatever the folder says."""
+    shutil.rmtree(run / STORE / "bases")
+    shutil.rmtree(run / "0")
+    (run / str(LAST)).rename(run / "0")
+    for step in range(1, LAST):
+        (run / str(step) / "default" / "MANIFEST").write_bytes(b"garbled")
+    with pytest.raises(FormatError, match="No step or base before it"):
+        restore(run, 3, on_corruption="fallback")
+
+
+def test_fallback_takes_no_other_item(root, caplog):
+    """Averaged weights look like the weights: only the MANIFEST tells them apart."""
+    names = ("ema", "params")
+    registry = orbax_delta.handler_registry(item=names, keep_bases=0)
+    with ocp.CheckpointManager(root, handler_registry=registry) as manager:
+        for step in range(2):
+            trees = {
+                name: orbax_delta.DeltaSave({"w": np.full(9, step + 10.0 * number)})
+                for number, name in enumerate(names)
+            }
+            manager.save(step, args=ocp.args.Composite(**trees))
+        manager.wait_until_finished()
+    (root / "0" / "ema").rename(root / "0" / "was")
+    (root / "0" / "params").rename(root / "0" / "ema")
+    (root / "1" / "ema" / "MANIFEST").write_bytes(b"garbled")
+    handler = orbax_delta.DeltaCheckpointHandler()
+    args = orbax_delta.DeltaRestore(on_corruption="fallback")
+    with pytest.raises(FormatError, match="No step or base before it"):
+        handler.restore(epath.Path(root / "1" / "ema"), args)
+    handler.restore(epath.Path(root / "0" / "ema"))
+    assert "was saved as item 'params'" in caplog.text
+
+
+def test_no_fallback_past_a_newer_version(run):
+    """What a newer package wrote is not damaged: the package is too old."""
+    path = run / str(LAST) / "default" / "MANIFEST"
+    old, new = (f"MANIFEST {version} ".encode() for version in (FORMAT_VERSION, 9))
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with open_run(run) as opened:
+        with pytest.raises(UnsupportedVersionError, match="Upgrade orbax_delta"):
+            restore(run, LAST, on_corruption="fallback")
+        with pytest.raises(UnsupportedVersionError, match="Upgrade orbax_delta"):
+            orbax_delta.restore_latest_good(opened.manager)
+
+
 def test_fallback_through_the_manager(run):
     """The argument works where users write it."""
     damage_moving(run, LAST)
@@ -258,6 +367,20 @@ def test_fallback_to_a_base(run):
         step, tree = orbax_delta.restore_latest_good(opened.manager)
     assert step == kept[-1].place.step
     assert_same_tree(tree, state(step))
+
+
+def test_a_bad_sector_is_passed_over(run):
+    """On a local disk a read that fails does not get better by waiting."""
+    packs = packs_of_leaf(run, LAST, "moving")
+    rule = testing.fail(errno.EIO, testing.Match(kind="range", url=f"*/{min(packs)}"))
+    with testing.faults(rule), open_run(run, **SMALL) as opened:
+        with pytest.raises(StorageError, match=r"leaf moving, chunk .*could not read"):
+            restore(run, LAST)
+        tree, report = restore(run, LAST, on_corruption="fallback")
+        step, good = orbax_delta.restore_latest_good(opened.manager)
+    assert int(report.step) == step < LAST
+    assert_same_tree(tree, state(step))
+    assert_same_tree(good, state(step))
 
 
 def test_no_fallback_past_a_wrong_target(run):
@@ -343,12 +466,15 @@ def test_a_job_does_not_build_on_a_pack_found_damaged(run):
     """A repair beside a job that goes on: it writes anew what the pack held."""
     with open_run(run, **SMALL, keep_bases=0) as opened:
         opened.restore(LAST)
-        _, refs = damage_frozen(run, LAST)
-        repair.repair(str(run))
         opened.save(LAST + 1, state(LAST + 1))
-        named = read_step(run, LAST + 1).manifest.packs
+        _, refs = damage_frozen(run, LAST)
+        assert refs[-1].pack in read_step(run, LAST + 1).manifest.packs
+        # The pin of that save names the pack still, but the next one does not use it.
+        assert repair.repair(str(run)).ok
+        opened.save(LAST + 2, state(LAST + 2))
+        named = read_step(run, LAST + 2).manifest.packs
         assert refs[-1].pack not in named
-        assert_same_tree(opened.restore(LAST + 1), state(LAST + 1))
+        assert_same_tree(opened.restore(LAST + 2), state(LAST + 2))
 
 
 def test_repair_of_the_small_files(run):
@@ -390,6 +516,53 @@ def test_a_base_and_its_step_mend_each_other(run, kind, loss, side):
     assert_same_tree(restore(run, step)[0], state(step))
 
 
+@pytest.mark.parametrize("kept_copy", [False, True])
+def test_a_step_is_not_made_another_one(run, kept_copy):
+    """A MANIFEST of another step lies in a folder: the parts do not follow it there."""
+    kept = listing.read_root(str(run)).bases[-1]
+    step = kept.place.step
+    wrong = run / str(step if kept_copy else step - 1) / "default"
+    other = step - 1 if kept_copy else step
+    source = run / str(other) / "default" / "MANIFEST"
+    shutil.copyfile(source, wrong / "MANIFEST")
+    report = repair.repair(str(run))
+    if kept_copy:  # the part's name tells which base has the files of the step
+        assert report.ok
+        assert_same_tree(restore(run, step)[0], state(step))
+    else:
+        assert [mend.file for mend in report.mended] == []
+        with pytest.raises(CorruptionError, match=r"part-\w+-p0 is missing"):
+            restore(run, step - 1)
+
+
+def test_a_manifest_of_another_run_is_replaced(run, tmp_path):
+    """A kept base has the right one, of the save that the part's name tells."""
+    step = listing.read_root(str(run)).bases[-1].place.step
+    with open_run(tmp_path / "other") as other:
+        other.save(step, state(step + 1))
+    before = strategies.listing(run)
+    shutil.copyfile(
+        tmp_path / "other" / str(step) / "default" / "MANIFEST",
+        run / str(step) / "default" / "MANIFEST",
+    )
+    assert repair.repair(str(run)).ok
+    assert strategies.listing(run) == before
+
+
+def test_a_step_is_not_made_a_self_contained_checkpoint(run):
+    """Nor do the parts of one follow its MANIFEST into a step's folder."""
+    with ocp.Checkpointer(orbax_delta.DeltaCheckpointHandler()) as checkpointer:
+        args = orbax_delta.DeltaSave({"w": np.ones(3000)})
+        checkpointer.save(run / f"export{LAST}", args=args)
+    folder = run / str(LAST) / "default"
+    shutil.copyfile(run / f"export{LAST}" / "MANIFEST", folder / "MANIFEST")
+    report = repair.repair(str(run))
+    assert not report.ok
+    assert report.mended == []
+    with pytest.raises(CorruptionError, match=r"part-\w+-p0 is missing"):
+        restore(run, LAST)
+
+
 def test_a_base_that_nothing_mends_is_dropped(run):
     """It would stop every prune."""
     kept = listing.read_root(str(run)).bases[0]
@@ -425,6 +598,269 @@ def test_a_damaged_base_is_written_anew(run):
     assert_same_tree(tree, state(step))
 
 
+def base_folders(root):
+    """The kept bases that have a MANIFEST."""
+    return {path.parent.name for path in (root / STORE / "bases").glob("*/MANIFEST")}
+
+
+@pytest.mark.parametrize("loss", ["disk full", "two stores", "input/output error"])
+def test_no_base_is_dropped_for_the_fault_of_another_file(run, loss):
+    """A base whose own files are whole stays, whatever keeps it from being read now."""
+    before = base_folders(run)
+    rules = []
+    if loss == "input/output error":
+        parts = testing.Match(kind="read", url=f"*/{STORE}/bases/*/part-*")
+        rules.append(testing.fail(errno.EIO, parts))
+        for step in {base.place.step for base in listing.read_root(str(run)).bases}:
+            shutil.rmtree(run / str(step))
+    else:
+        (run / STORE / "STORE.json").rename(run / "aside")
+    if loss == "disk full":
+        rules.append(testing.fail(errno.ENOSPC, testing.Match(kind="write")))
+    if loss == "two stores":
+        with open_run(run.parent / "other", **SMALL) as other:
+            other.save(77, state(0))
+        shutil.copytree(run.parent / "other" / "77", run / "77")
+    with testing.faults(*rules):
+        dry = repair.repair(str(run), dry_run=True)
+        report = repair.repair(str(run))
+    assert not report.ok
+    assert base_folders(run) == before
+    assert not any("dropped" in mend.what for mend in (*dry.mended, *report.mended))
+    if loss == "two stores":
+        # Step 77 came without its store; the bases tell which store this is.
+        assert_same_tree(restore(run, LAST)[0], state(LAST))
+
+
+def test_a_plan_beside_a_damaged_mark(run):
+    """What a dry run cannot delete does not keep it from telling what it would do."""
+    damage_frozen(run, LAST)
+    mark = run / STORE / "condemned" / ("b" * 32)
+    mark.parent.mkdir(exist_ok=True)
+    mark.write_bytes(b"no json")
+    dry = repair.repair(str(run), dry_run=True)
+    assert [mend.what for mend in dry.mended if "condemned" in mend.what]
+    report = repair.repair(str(run))
+    assert report.ok
+    assert [mend.what for mend in report.mended] == [mend.what for mend in dry.mended]
+
+
+@pytest.mark.parametrize(
+    "moment", ["_copy", "examine", "_put_records", "_require_unchanged"]
+)
+def test_a_step_that_is_deleted_meanwhile(run, moment, monkeypatch):
+    """A job with `max_to_keep` beside a repair: the step does not come back."""
+    kept = listing.read_root(str(run)).bases[-1]
+    folder = run / str(kept.place.step)
+    if moment == "_copy":
+        (folder / "default" / "MANIFEST").write_bytes(b"garbled")
+    elif moment != "examine":
+        folder = run / "0"  # the first to be written anew
+        damage_frozen(run, 0)
+    owners = {"_copy": repair, "examine": check}
+    owner = owners.get(moment, rewriting)
+    real = getattr(owner, moment)
+
+    def then_delete(*args, **options):
+        made = real(*args, **options)
+        shutil.rmtree(folder)
+        monkeypatch.undo()
+        return made
+
+    monkeypatch.setattr(owner, moment, then_delete)
+    repair.repair(str(run))
+    assert not folder.exists()
+    assert check.verify(str(run)).ok
+
+
+@pytest.mark.parametrize("inside", ["3", "3/default"])
+def test_repair_of_a_folder_inside_a_root(run, inside):
+    """A step's folder can be verified, but gets no store of its own."""
+    before = strategies.listing(run)
+    with pytest.raises(NotFoundError, match="its packs lie in"):
+        repair.repair(str(run / inside))
+    assert strategies.listing(run) == before
+
+
+def test_steps_that_lie_below_with_their_own_store(run):
+    """Another root inside this one keeps its packs, and this one its identity."""
+    outer = run.parent / "outer"
+    with open_run(outer, keep_bases=0) as opened:
+        opened.save(0, state(0))
+    shutil.rmtree(outer / "0")
+    shutil.copytree(run, outer / "inner")
+    damage_frozen(outer / "inner", LAST)
+    before = strategies.listing(outer)
+    report = repair.repair(str(outer))
+    assert not report.ok
+    assert strategies.listing(outer) == before
+    assert repair.repair(str(outer / "inner")).ok
+
+
+def test_a_step_that_is_being_saved_is_left_alone(run, monkeypatch):
+    """A repair just before Orbax gives the step its name does not fail the save."""
+    (refs, *_) = lists_of(run, LAST, "frozen").values()
+    real = upkeep.confirm
+
+    def after_a_repair(place, state):
+        monkeypatch.setattr(upkeep, "confirm", real)
+        assert repair.repair(str(run)).mended
+        real(place, state)
+
+    monkeypatch.setattr(upkeep, "confirm", after_a_repair)
+    with open_run(run, **SMALL) as opened:
+        opened.restore(LAST)
+        damage(run, refs[-1])
+        opened.save(LAST + 1, state(LAST + 1))
+    assert_same_tree(restore(run, LAST + 1)[0], state(LAST + 1))
+
+
+def save_again(root, step):
+    """What a job does that goes on from an older step."""
+    shutil.rmtree(root / str(step))
+    with open_run(root, **SMALL) as opened:
+        opened.restore(step - 1)
+        opened.save(step, state(step))
+        prune_now(root)
+
+
+def prune_now(root):
+    """What `orbax-delta prune` does."""
+    store = DeltaStore.open(Folder(str(root)))
+    prune.execute(store, prune.plan(store))
+
+
+def repair_and_prune(root, step):
+    """What a person does about damage to a step."""
+    assert not repair.repair(str(root)).failed
+    prune_now(root)
+
+
+def once_before(monkeypatch, owner, name, act):
+    """Let `act` happen just before the first call of a function."""
+    real = getattr(owner, name)
+
+    def function(*args, **options):
+        monkeypatch.setattr(owner, name, real)
+        act()
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, function)
+
+
+@pytest.mark.parametrize("moment", ["check_packs", "check_steps"])
+@pytest.mark.parametrize("act", [save_again, repair_and_prune])
+def test_a_step_that_is_replaced_while_it_is_verified(run, act, moment, monkeypatch):
+    """Of a save that is there no more nothing is said, and of the new one neither."""
+    damage_frozen(run, LAST)
+    once_before(monkeypatch, check.Examination, moment, lambda: act(run, LAST))
+    report = check.verify(str(run))
+    assert str(LAST) in report.vanished
+    assert str(LAST) not in report.whole_steps
+    assert not [problem for problem in report.problems if str(LAST) in problem.steps]
+    assert check.verify(str(run)).ok
+
+
+def test_a_step_that_is_repaired_while_it_is_opened(run, monkeypatch):
+    """Its old part is gone before it is read: the new one is."""
+    damage_frozen(run, LAST)
+    act = functools.partial(repair_and_prune, run, LAST)
+    once_before(monkeypatch, steps, "read_rows", act)
+    tree, report = restore(run, LAST)
+    assert_same_tree(tree, state(LAST))
+    assert report.step == str(LAST)
+
+
+def test_a_step_that_is_saved_again_is_not_repaired(run, monkeypatch):
+    """A new save's MANIFEST never gives way to that of a repair of the old one."""
+    damage_frozen(run, LAST)
+    act = functools.partial(save_again, run, LAST)
+    once_before(monkeypatch, rewriting, "_exchange", act)
+    monkeypatch.setattr(repair, "_MAX_ROUNDS", 1)
+    report = repair.repair(str(run))
+    assert "was deleted or replaced meanwhile" in report.failed[0].what
+    assert_same_tree(restore(run, LAST)[0], state(LAST))
+    assert len(list((run / str(LAST) / "default").glob("part-*"))) == 1
+
+
+def test_a_prune_that_breaks_the_pin_of_a_repair(run, monkeypatch):
+    """It has seen the new MANIFEST and deletes what only the old one named."""
+    shutil.rmtree(run / STORE / "bases")
+    attempt = read_step(run, LAST).manifest.attempt
+    own = [
+        refs[-1]
+        for refs in lists_of(run, LAST, "frozen").values()
+        if refs[-1].pack.startswith(attempt)
+    ]
+    damage(run, own[0])
+    real, this = rewriting._exchange, owners.this_process()
+
+    def then_prune(*args):
+        real(*args)
+        elsewhere = dataclasses.replace(this, host="elsewhere")
+        with monkeypatch.context() as patch:
+            patch.setattr(owners, "this_process", lambda: elsewhere)
+            store = DeltaStore.open(Folder(str(run)))
+            planned = prune.plan(store, break_pins=True)
+            assert own[0].pack in prune.execute(store, planned)
+
+    monkeypatch.setattr(rewriting, "_exchange", then_prune)
+    repair.repair(str(run))
+    assert_same_tree(restore(run, LAST)[0], state(LAST))
+    assert check.verify(str(run)).ok
+
+
+def test_a_prune_that_missed_a_repair(run, monkeypatch):
+    """It deletes the new packs; the old MANIFEST comes back, and restores."""
+    damage_frozen(run, LAST)
+    real = rewriting._exchange
+
+    def after_a_prune(folder, before, data):
+        monkeypatch.setattr(rewriting, "_exchange", real)
+        for path in (run / STORE / "pins").iterdir():
+            path.unlink()
+        prune_now(run)
+        real(folder, before, data)
+
+    monkeypatch.setattr(rewriting, "_exchange", after_a_prune)
+    with monkeypatch.context() as patch:
+        patch.setattr(repair, "_MAX_ROUNDS", 1)
+        report = repair.repair(str(run))
+    assert "the step was left as it was" in report.failed[0].what
+    assert_same_tree(restore(run, LAST)[0], state(LAST))
+    # Undisturbed, the next round mends it.
+    assert repair.repair(str(run)).ok
+    assert_same_tree(restore(run, LAST)[0], state(LAST))
+
+
+def test_two_repairs_of_one_step(run, monkeypatch):
+    """One of them mends it; the other one is told, and takes back its part."""
+    damage_frozen(run, LAST)
+    act = functools.partial(repair_and_prune, run, LAST)
+    once_before(monkeypatch, rewriting, "_exchange", act)
+    report = repair.repair(str(run))
+    assert "was deleted or replaced meanwhile" in report.failed[0].what
+    prune_now(run)
+    assert check.verify(str(run)).ok
+    assert len(list((run / str(LAST) / "default").glob("part-*"))) == 1
+
+
+def test_after_a_repair_that_was_killed_the_next_one_ends_well(run):
+    """The pin that it left names damaged packs, but nobody goes on from them."""
+    damage_frozen(run, LAST)
+    last_write = testing.Match(kind="create", url="*/MANIFEST")
+    with (
+        pytest.raises(testing.SimulatedCrash),
+        testing.new_life(),
+        testing.faults(testing.crash_at(1, "after", last_write)),
+    ):
+        repair.repair(str(run))
+    assert len(list((run / STORE / "pins").iterdir())) == 1
+    report = repair.repair(str(run))
+    assert report.ok, report.problems
+    assert report.failed == []
+
+
 def test_a_newer_store_is_left_alone(run):
     """Of a version that it does not know a repair touches nothing."""
     path = run / str(LAST) / "default" / "MANIFEST"
@@ -436,6 +872,14 @@ def test_a_newer_store_is_left_alone(run):
     with pytest.raises(UnsupportedVersionError, match="version 9"):
         repair.repair(str(run))
     assert strategies.listing(run) == before
+
+
+def test_restore_base_when_all_are_damaged(run):
+    """What cannot be read is not called missing: it may come back from a copy."""
+    for base in (run / STORE / "bases").iterdir():
+        (base / "MANIFEST").write_bytes(b"garbled")
+    with pytest.raises(CorruptionError, match=r"no base of item 'default'.*damaged"):
+        restore_base(run)
 
 
 def test_restore_base_of_no_such_step(run):
@@ -451,3 +895,31 @@ def test_orbax_steps_need_no_healing(root):
         manager.wait_until_finished()
     report = repair.repair(str(root))
     assert report.ok
+
+
+def test_a_store_that_lost_its_file_among_steps_of_two(run, tmp_path):
+    """Steps whose packs lie there tell whose it is; one that came along does not."""
+    other = tmp_path / "other"
+    with open_run(other, keep_bases=0) as opened:
+        opened.save(77, state(0))
+    shutil.copytree(other / "77", run / "77")
+    shutil.rmtree(run / STORE / "bases")
+    before = (run / STORE / "STORE.json").read_bytes()
+    (run / STORE / "STORE.json").unlink()
+    repair.repair(str(run))
+    assert (run / STORE / "STORE.json").read_bytes() == before
+    assert_same_tree(restore(run, LAST)[0], state(LAST))
+
+
+def test_one_repair_is_enough(run):
+    """What the first mend brings to light is mended too."""
+    damage_frozen(run, LAST)
+    kept = listing.read_root(str(run)).bases[-1]
+    (run / STORE / "STORE.json").write_bytes(b"{")
+    (run / str(kept.place.step) / "default" / "MANIFEST").unlink()
+    report = repair.repair(str(run))
+    assert report.ok
+    assert len(report.mended) >= 3
+    again = repair.repair(str(run))
+    assert again.ok
+    assert again.mended == []

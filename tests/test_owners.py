@@ -78,11 +78,15 @@ def test_another_host_is_never_known_dead(other):
     assert not dataclasses.replace(owner, host="elsewhere").known_dead
 
 
-def test_a_process_of_another_user(monkeypatch):
-    """A process that may not be signalled runs."""
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_process_of_another_user(hidden, monkeypatch):
+    """A process that may not be signalled runs, also where /proc hides it (hidepid)."""
 
     def forbidden(pid, number):
         raise PermissionError
 
+    this = owners.this_process()
     monkeypatch.setattr(os, "kill", forbidden)
-    assert not owners.this_process().known_dead
+    if hidden:
+        monkeypatch.setattr(owners, "_start_time", lambda pid: "")
+    assert not this.known_dead

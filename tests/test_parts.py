@@ -381,7 +381,7 @@ def _step(data, *, rows=3, shape=(2, 3)):
         parts=(entry,),
         report={},
     )
-    return steps._read_rows(_OneFile(data), manifest)
+    return steps.read_rows(_OneFile(data), manifest)
 
 
 def test_a_step_reads_the_rows_of_its_parts():

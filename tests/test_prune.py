@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import pathlib
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
 import hypothesis
 import hypothesis.strategies as st
@@ -528,3 +530,48 @@ def test_marks_survive_their_bytes():
     """A mark read back is the mark that was written."""
     mark = Mark(owner=owners.this_process(), packs=(pack_name(0), pack_name(1)))
     assert parse_mark(mark.encode(), where="x") == mark
+
+
+# --- what a plan remembers ----------------------------------------------------------
+
+
+def test_no_manifest_is_parsed_twice(root, monkeypatch):
+    """A job reads each MANIFEST at every prune, and parses it once."""
+    parsed = []
+    parse_manifest = prune.parse_manifest
+
+    def counting(data, *, where):
+        parsed.append(data)
+        return parse_manifest(data, where=where)
+
+    monkeypatch.setattr(prune, "parse_manifest", counting)
+    keep = ocp.CheckpointManagerOptions(max_to_keep=4)
+    with open_run(root, manager_options=keep, keep_bases=1, full_every=2) as run:
+        for step in range(12):
+            run.save(step, {"w": np.arange(300) * step})
+    assert len(parsed) == len(set(parsed)) >= 12
+
+
+@hypothesis.given(
+    changes=st.lists(strategies.edits(), min_size=3, max_size=6), data=st.data()
+)
+@hypothesis.settings(max_examples=10)
+def test_what_is_remembered_changes_no_plan(changes, data):
+    """A plan that knows MANIFESTs from before finds what one finds that knows none."""
+    known = {}
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        tempfile.TemporaryDirectory(prefix="orbax-delta-prune-") as name,
+    ):
+        strategies.skip_disk_sync(monkeypatch)
+        root = pathlib.Path(name) / "run"
+        tree = {"w": np.arange(500.0), "v": np.zeros(300, np.int16)}
+        with open_run(root, auto_prune=False, full_every=1, chunk_bytes=256) as run:
+            for step, edits in enumerate(changes):
+                tree = strategies.edited(tree, edits) or {"never empty": step}
+                run.save(step, tree)
+                for doomed in data.draw(st.sets(st.integers(0, step))):
+                    shutil.rmtree(root / str(doomed), ignore_errors=True)
+                run.manager.reload()
+                store = DeltaStore.open(Folder(str(root)))
+                assert prune.plan(store, known=known) == prune.plan(store)

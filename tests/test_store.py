@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from orbax_delta import errors
+from orbax_delta import errors, testing
 from orbax_delta.errors import (
     CorruptionError,
     FormatError,
@@ -308,7 +308,7 @@ def test_markers_are_renewed(folder):
         (b"3", FormatError, "is not the file of a delta store"),
         ({"magic": "other"}, FormatError, "is not the file of a delta store"),
         ({"format_version": 1}, UnsupportedVersionError, "format version 1.*Upgrade"),
-        ({"format_version": None}, UnsupportedVersionError, "format version None"),
+        ({"format_version": None}, FormatError, "None, which is no whole number"),
         ({"uuid": ""}, CorruptionError, "is damaged .its digest is"),
         ({"digest": None}, CorruptionError, "is damaged .its digest is"),
     ],
@@ -327,9 +327,28 @@ def test_damaged_store_files(folder, document, error, message):
 def test_tensorstore_keeps_the_tail_of_a_stale_lock_file(tmp_path):
     """TensorStore 0.1.86 does not truncate what a killed writer of this key left.
 
-    So no key is ever written twice with fewer bytes: names are used once, and the two
-    fixed files of a store have a fixed size. When this fails the fault is gone.
+    So no key is ever written twice with fewer bytes: names are used once, the two fixed
+    files of a store have a fixed size, and what replaces a file looks for such a lock
+    file first. When this fails the fault is gone.
     """
     (tmp_path / "a.__lock").write_bytes(b"junk")
     Folder(str(tmp_path)).write("a", b"1")
     assert (tmp_path / "a").read_bytes() == b"1unk"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_replacing_what_a_killed_writer_left(tmp_path, there):
+    """Not even for a moment does a file hold the new bytes and the tail of others."""
+    folder = Folder(str(tmp_path))
+    if there:
+        folder.write("a", b"old")
+    (tmp_path / "a.__lock").write_bytes(b"left by a killed writer")
+    first = testing.crash_at(1, "after", testing.Match(kind="write"))
+    with pytest.raises(testing.SimulatedCrash), testing.faults(first):
+        folder.replace("a", b"1")
+    assert (tmp_path / "a").read_bytes() == b"1"
+    (tmp_path / "a.__lock").write_bytes(b"left by a killed writer")
+    assert folder.create("a", b"2", instead_of=b"1")
+    assert not folder.create("a", b"3", instead_of=b"1")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"2"

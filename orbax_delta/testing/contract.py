@@ -227,6 +227,7 @@ def check_store(url: str) -> None:
 
     Raises:
         AssertionError: The storage breaks requirements; names each with what was found.
+        StorageError: There is no such storage, or it cannot be opened.
     """
     base = Folder(url).child(f"orbax_delta_check_{secrets.token_hex(8)}")
     broken = []

@@ -4,12 +4,14 @@ Each takes a `Match` that says which operations it is for, and they combine:
 `faults(fail(errno.EIO, Match(kind="read", times=2)), out_of_order())`.
 """
 
+import contextlib
 import dataclasses
 import fnmatch
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from orbax_delta.errors import StorageError
 from orbax_delta.store import Pending
 from orbax_delta.testing.injection import (
     Act,
@@ -207,6 +209,9 @@ class _Deferred:
 
     def take_effect(self) -> None:
         self._inner = self._proceed(self._call)
+        # It has landed before the next one begins; its caller hears of a failure.
+        with contextlib.suppress(StorageError):
+            self._inner.result()
 
     def result(self) -> Any:
         self._queue.settle(self)
