@@ -54,7 +54,7 @@ def say(out: Console, *lines: str | Text) -> None:
 def show(out: Console, table: Table) -> None:
     """Print a table: ruled on a terminal, otherwise plain columns."""
     if out.is_terminal:
-        table.box, table.padding = rich.box.SIMPLE_HEAD, (0, 1, 0, 0)
+        table.box, table.padding = rich.box.SIMPLE_HEAD, (0, 0, 0, 0)
         out.print(table)
         return
     table.box, table.padding = None, (0, 2, 0, 0)
@@ -78,53 +78,27 @@ def _table(left: Iterable[str], right: Iterable[str]) -> Table:
         # A time is as wide as it is; a long path gives way.
         table.add_column(name, overflow="fold", no_wrap=name == "saved at")
     for name in right:
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(
+            name, justify="right", overflow="fold", no_wrap=name != "forms"
+        )
     return table
 
 
 def steps_table(root: Document) -> Table:
     """What `ls` shows: one line a step and item."""
-    table = _steps_table()
-    _add_rows(table, root["steps"])
-    for name in root["other_steps"]:
-        table.add_row(name, "-", "other", style="dim")
-    return table
-
-
-def _steps_table() -> Table:
-    return _table(
+    table = _table(
         ["step", "item", "saved at"],
-        ["raw", "written", "times smaller", "packs", "records mean/max", "built on"],
+        # Short, so that a line fits a terminal of 80 columns.
+        ["raw", "written", "smaller", "packs", "records", "after"],
     )
-
-
-def _number(entry: Document) -> str:
-    """A step's number; a damaged base says none."""
-    return "-" if entry["number"] is None else str(entry["number"])
-
-
-def bases_table(root: Document) -> Table:
-    """What `ls --bases` shows: kept states, as the steps they were."""
-    table = _steps_table()
-    _add_rows(
-        table,
-        (
-            entry | {"step": f"{_number(entry)}  {entry['step']}"}
-            for entry in root["bases"]
-        ),
-    )
-    return table
-
-
-def _add_rows(table: Table, entries: Iterable[Document]) -> None:
-    for entry in entries:
+    for entry in root["steps"]:
         if "error" in entry:
             table.add_row(_step(entry), entry["item"], "damaged", style="red")
             continue
         table.add_row(
             _step(entry),
             entry["item"] or "-",
-            entry["saved_at"][:19].replace("T", " "),
+            _saved_at(entry),
             human_bytes(entry["full_bytes"]),
             human_bytes(entry["written_bytes"]),
             _times(entry["times_smaller"]),
@@ -132,6 +106,32 @@ def _add_rows(table: Table, entries: Iterable[Document]) -> None:
             _records(entry),
             entry["predecessor"] or "-",
         )
+    for name in root["other_steps"]:
+        table.add_row(name, "-", "other", style="dim")
+    return table
+
+
+def bases_table(root: Document) -> Table:
+    """What `ls --bases` shows: kept states, as the steps they were."""
+    table = _table(["step", "item", "saved at"], ["raw", "packs"])
+    table.add_column("folder", overflow="fold")
+    for entry in root["bases"]:
+        if "error" in entry:
+            table.add_row("-", "-", "damaged", "-", "-", entry["step"], style="red")
+            continue
+        table.add_row(
+            str(entry["number"]),
+            entry["item"],
+            _saved_at(entry),
+            human_bytes(entry["full_bytes"]),
+            str(entry["packs"]),
+            entry["step"],
+        )
+    return table
+
+
+def _saved_at(entry: Document) -> str:
+    return str(entry["saved_at"])[:16].replace("T", " ")
 
 
 def _step(entry: Document) -> str:
@@ -234,7 +234,7 @@ def leaves_table(step: Document) -> Table:
     """What `show` says of each leaf."""
     table = _table(
         ["leaf", "kind", "dtype", "shape"],
-        ["chunks", "records mean/max", "stored", "forms"],
+        ["chunks", "records", "stored", "forms"],
     )
     for leaf in step["leaves"]:
         stored = leaf["chunks"] > 0

@@ -373,7 +373,9 @@ def test_ls_bases(root, capsys):
     assert cli.main(["ls", "--bases", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
     for step in steps:
-        assert any(line.startswith(f"{step}  {STORE}/bases/") for line in lines)
+        assert any(
+            line.startswith(f"{step} ") and f"{STORE}/bases/" in line for line in lines
+        )
     assert cli.main(["ls", str(root), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [entry["number"] for entry in document["bases"]] == steps

@@ -75,14 +75,14 @@ def test_ls(made, command):
     head, *steps, last, kept = lines_of(out)
     assert kept[0].startswith("Kept whatever is deleted: the state of step 1. More: ")
     assert head == [
-        *("step", "item", "saved at", "raw", "written", "times smaller", "packs"),
-        *("records mean/max", "built on"),
+        *("step", "item", "saved at", "raw", "written", "smaller", "packs"),
+        *("records", "after"),
     ]
     assert [line[0] for line in steps] == ["2", "3", "4", "5"]
     for line in steps:
         report = orbax_delta.save_report(made / line[0])
         assert line[1] == "default"
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", line[2])
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", line[2])
         assert line[3] == human_bytes(report.full_bytes)
         assert line[4] == human_bytes(report.written_bytes)
         assert line[5] == f"{report.times_smaller:.2f}"
@@ -272,7 +272,7 @@ def test_show(made, command):
     assert facts["custom metadata"] == "none"
     head, *leaves = lines_of(leaves)
     assert head == [
-        *("leaf", "kind", "dtype", "shape", "chunks", "records mean/max", "stored"),
+        *("leaf", "kind", "dtype", "shape", "chunks", "records", "stored"),
         "forms",
     ]
     by_path = {line[0]: line[1:] for line in leaves}
@@ -618,17 +618,18 @@ def test_relative_roots(made, monkeypatch, command):
 
 
 def test_on_a_terminal(made, run, monkeypatch, capfd):
-    """Tables fit a terminal of 100 columns, colours and bars are there and go away."""
+    """Tables fit a terminal, colours and bars are there and go away."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     for arguments in (["ls", made], ["show", made, 5], ["verify", made]):
         assert cli.main(list(map(str, arguments))) == 0
         out, err = capfd.readouterr()
         plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
         lines = plain.splitlines()
         table = [line for line in lines if not line.startswith(("Store", "Kept"))]
-        assert max(map(len, table)) <= 100
+        # Sentences are wrapped by the terminal itself.
+        assert arguments[0] == "verify" or max(map(len, table)) <= 80
         assert "MANIFESTs" in err
     assert "\x1b[32mNothing is wrong" in out
     assert cli.main(["prune", str(run)]) == 0
