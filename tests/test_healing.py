@@ -18,6 +18,7 @@ import orbax_delta
 from orbax_delta import (
     check,
     listing,
+    mends,
     owners,
     prune,
     reader,
@@ -657,7 +658,7 @@ def test_a_step_that_is_deleted_meanwhile(run, moment, monkeypatch):
     elif moment != "examine":
         folder = run / "0"  # the first to be written anew
         damage_frozen(run, 0)
-    owners = {"_copy": repair, "examine": check}
+    owners = {"_copy": mends, "examine": check}
     owner = owners.get(moment, rewriting)
     real = getattr(owner, moment)
 
