@@ -180,15 +180,19 @@ class Machine(RuleBasedStateMachine):
         """Prune from the command line while the run goes on."""
         prune_now(self.root)
 
-    @rule(pick=PICK, bit=st.integers(0, 1 << 20))
-    def rot_and_repair(self, pick, bit):
-        """A bit flips in a pack; what no repair mends is an error, and is deleted."""
-        packs = sorted(strategies.packs_on_disk(self.root))
-        if not packs:
+    @precondition(lambda self: self.model)
+    @rule(pick=PICK, record=PICK, bit=st.integers(0, 1 << 20))
+    def rot_and_repair(self, pick, record, bit):
+        """A bit flips in a record; what no repair mends is an error, and is deleted."""
+        rows = strategies.read_step(self.root, self._pick(self.model, pick)).rows
+        # Not by the names of packs, which are others each time.
+        refs = [ref for row in rows for ref in row.refs if ref.pack]
+        if not refs:
             return
-        path = self.root / strategies.STORE / "packs" / self._pick(packs, pick)
+        ref = refs[record % len(refs)]
+        path = self.root / strategies.STORE / "packs" / ref.pack
         data = bytearray(path.read_bytes())
-        bit %= 8 * len(data)
+        bit = 8 * ref.offset + bit % (8 * ref.length)
         data[bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
         repair.repair(str(self.root))
