@@ -195,20 +195,26 @@ def _read_item(folder: Folder, key: str, store: DeltaStore) -> Item | None:
     if manifest is not None and manifest.self_contained:
         # Only a MANIFEST can tell: the folder's name may look like a manager's.
         place = _self_contained(place)
-    inside = path if place.root_url is None else path.rpartition("/")[0]
+    step = _step_folder(path, place)
     if is_base(key):
-        inside = path
+        step = path
         # The folder is named by its attempt, which says no step, whatever it ends in.
         nameless = dataclasses.replace(place, step_name="")
         place = bases.place_of(store, manifest) if manifest else nameless
     return Item(
         key=key,
-        step=inside or place.step_name,
+        step=step,
         place=place,
         manifest=manifest,
         report=report,
         error=error,
     )
+
+
+def _step_folder(path: str, place: Place) -> str:
+    """Folder of the step that an item's folder `path` belongs to, or is."""
+    inside = path if place.root_url is None else path.rpartition("/")[0]
+    return inside or place.step_name
 
 
 def _self_contained(place: Place) -> Place:
@@ -230,10 +236,9 @@ def _lost_item(folder: Folder, key: str, part: str) -> Item:
     place = locate(folder.url + path)
     if Folder(place.item_url).child(SELF_CONTAINED_PACKS).names():
         place = _self_contained(place)
-    inside = path if place.root_url is None else path.rpartition("/")[0]
     return Item(
         key=key,
-        step=inside or place.step_name,
+        step=_step_folder(path, place),
         place=place,
         manifest=None,
         report=None,

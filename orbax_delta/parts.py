@@ -13,14 +13,13 @@ import numpy as np
 from orbax_delta.chunks import MAX_DIMENSIONS, Box
 from orbax_delta.codecs import FORM_NUMBERS, Form
 from orbax_delta.dtypes import CAST_WORD_BYTES, RULE_NUMBERS, Rule, source_bytes
-from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
+from orbax_delta.errors import CorruptionError, FormatError
 from orbax_delta.frames import compress_text, decompress_text
 from orbax_delta.options import MAX_CHAIN_LIMIT
-from orbax_delta.records import DIGEST_BYTES, FORMAT_VERSION
+from orbax_delta.records import DIGEST_BYTES, FORMAT_VERSION, check_magic
 
 PART_MAGIC = b"ODPART\r\n"
 _HEAD = struct.Struct("<8sHHIIIQ16s")
-_VERSION_HEAD = struct.Struct("<8sH")
 _INLINE = 0xFFFFFFFF
 _MAX_ROWS = 1 << 26
 _ZSTD_LEVEL = 3
@@ -136,7 +135,7 @@ def parse_part(
         FormatError: It is not a part of this attempt.
         CorruptionError: A count, index or value is out of range.
     """
-    _check_version(data)
+    check_magic(data, PART_MAGIC, "part")
     if len(data) < _HEAD.size:
         raise CorruptionError(f"a part of {len(data)} bytes has no header")
     _, _, flags, row_count, ref_count, bound_count, body_bytes, owner = (
@@ -167,20 +166,6 @@ def parse_part(
     body = memoryview(decompress_text(memoryview(data)[_HEAD.size :], body_bytes))
     columns = _Columns.split(body, row_count, ref_count, bound_count)
     return columns.rows(packs, words)
-
-
-def _check_version(data: bytes) -> None:
-    """Magic and version, which come before anything that another version changes."""
-    if len(data) < _VERSION_HEAD.size:
-        raise CorruptionError(f"a part of {len(data)} bytes is cut off")
-    magic, version = _VERSION_HEAD.unpack_from(data)
-    if magic != PART_MAGIC:
-        raise FormatError(f"a part begins with {magic!r}; expected {PART_MAGIC!r}")
-    if version != FORMAT_VERSION:
-        raise UnsupportedVersionError(
-            f"a part has format version {version}; this package reads "
-            f"{FORMAT_VERSION}. Upgrade orbax_delta"
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,7 +183,7 @@ def parse_pack(pack: memoryview) -> PackIndex:
         FormatError: It is not a pack.
         CorruptionError: Footer, index or spans are wrong.
     """
-    _check_pack_version(pack)
+    check_magic(pack, PACK_MAGIC, "pack")
     if len(pack) < _PACK_HEAD.size + _PACK_TAIL.size:
         raise CorruptionError(f"a pack of {len(pack)} bytes is cut off")
     _, _, flags, number, attempt = _PACK_HEAD.unpack_from(pack)
@@ -215,15 +215,26 @@ def parse_pack(pack: memoryview) -> PackIndex:
     return PackIndex(attempt=attempt, number=number, spans=spans)
 
 
-def _check_pack_version(pack: memoryview) -> None:
-    """Magic and version, which come before anything that another version changes."""
-    if len(pack) < _VERSION_HEAD.size:
-        raise CorruptionError(f"a pack of {len(pack)} bytes is cut off")
-    magic, version = _VERSION_HEAD.unpack_from(pack)
-    if magic != PACK_MAGIC:
-        raise FormatError(f"a pack begins with {magic!r}; expected {PACK_MAGIC!r}")
+def check_magic(data: bytes | memoryview, magic: bytes, what: str) -> None:
+    """Magic and version of a pack or part, before anything that another one changes.
+
+    Args:
+        data: The file.
+        magic: What it must begin with.
+        what: What it is, for messages.
+
+    Raises:
+        CorruptionError: It is too short.
+        FormatError: It begins with something else.
+        UnsupportedVersionError: A newer format wrote it.
+    """
+    if len(data) < _VERSION_HEAD.size:
+        raise CorruptionError(f"a {what} of {len(data)} bytes is cut off")
+    found, version = _VERSION_HEAD.unpack_from(data)
+    if found != magic:
+        raise FormatError(f"a {what} begins with {found!r}; expected {magic!r}")
     if version != FORMAT_VERSION:
         raise UnsupportedVersionError(
-            f"a pack has format version {version}; this package reads "
+            f"a {what} has format version {version}; this package reads "
             f"{FORMAT_VERSION}. Upgrade orbax_delta"
         )

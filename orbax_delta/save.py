@@ -119,7 +119,9 @@ def run(request: SaveRequest, state: ItemState) -> SaveReport:
         attempt = _Attempt(request, state, store, store.packs)
         report = attempt.run()
         if attempt.manifest is not None:
-            upkeep.keep_base(store, attempt.base_plan, attempt.manifest, attempt.item)
+            upkeep.keep_base(
+                store, state, attempt.base_plan, attempt.manifest, attempt.item
+            )
         state.seen = seen
         upkeep.tidy(store, state, request.options, saved=request.place)
         if attempt.let_go:
@@ -280,8 +282,7 @@ class _Attempt:
             packs=frozenset(packs),
         )
         options = self.request.options
-        planned = upkeep.plan_base(self.store, self.state, new, options)
-        self.base_plan = planned or self.base_plan
+        self.base_plan = upkeep.plan_base(self.store, self.state, new, options)
 
     def _commit(
         self, report: SaveReport, part: PartEntry, packs: Sequence[str]

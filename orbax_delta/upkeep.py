@@ -103,24 +103,29 @@ def _let_go(store: DeltaStore, state: ItemState, *pins: str) -> None:
 
 def plan_base(
     store: DeltaStore, state: ItemState, new: Kept, options: DeltaOptions
-) -> BasePlan | None:
-    """Whether a state becomes a base, and which ones it replaces; None: not known."""
+) -> BasePlan:
+    """Whether a state becomes a base, and which ones it replaces."""
     try:
         state.kept = bases.read_bases(store, state.kept)
     except StorageError as error:
         # Not worth a failed save: the next one looks again.
         _logger.warning("no base is kept with this save: %s", error)
-        return None
+        return BasePlan(take=False, release=(), copies=1)
     return bases.plan(state.kept, new, options)
 
 
 def keep_base(
-    store: DeltaStore, plan: BasePlan, manifest: Manifest, item: Folder
+    store: DeltaStore,
+    state: ItemState,
+    plan: BasePlan,
+    manifest: Manifest,
+    item: Folder,
 ) -> None:
     """Carry out such a plan, once the step is committed."""
     try:
         if plan.take:
             bases.keep(store, manifest, item)
+            state.kept[manifest.attempt] = Kept.of(manifest)
         # Only now: what they are replaced by is there.
         for attempt in plan.release:
             bases.release(store, attempt)

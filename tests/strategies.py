@@ -107,6 +107,16 @@ def skip_disk_sync(monkeypatch: Any) -> None:
     monkeypatch.setattr(store_module, "_spec", spec)
 
 
+@contextlib.contextmanager
+def labelled(text: str) -> Iterator[None]:
+    """Failures in the block say which injected fault they belong to."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(text)
+        raise
+
+
 # --- managers -----------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ A script of saves, deletions and prunes is run up to each of its operations, cra
 there, and a new process goes on from what is on disk.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -15,7 +14,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 import pytest
 import strategies
-from strategies import assert_same_tree, little_state
+from strategies import assert_same_tree, labelled, little_state
 
 import orbax_delta
 from orbax_delta import check, prune, testing
@@ -31,16 +30,6 @@ CHANGES = ("write", "create", "delete", "clear")
 @pytest.fixture(autouse=True)
 def _unsynced(monkeypatch):
     strategies.skip_disk_sync(monkeypatch)
-
-
-@contextlib.contextmanager
-def labelled(text):
-    """Failures in the block say which crash they belong to."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(text)
-        raise
 
 
 # --- the script ---------------------------------------------------------------------

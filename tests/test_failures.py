@@ -5,7 +5,6 @@ failed save is written once its error is known, and nothing is left over at the 
 """
 
 import collections
-import contextlib
 import errno
 import os
 import shutil
@@ -13,7 +12,7 @@ import shutil
 import orbax.checkpoint as ocp
 import pytest
 import strategies
-from strategies import assert_same_tree, listing, little_state
+from strategies import assert_same_tree, labelled, listing, little_state
 
 import orbax_delta
 from orbax_delta import testing
@@ -60,16 +59,6 @@ def copy_of(made, folder):
 def open_little(root, **options):
     """A manager with small chunks and packs."""
     return strategies.open_run(root, **{**strategies.LITTLE_OPTIONS, **options})
-
-
-@contextlib.contextmanager
-def labelled(text):
-    """Failures in the block say which injected one they belong to."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(text)
-        raise
 
 
 # --- one failure anywhere -----------------------------------------------------------
