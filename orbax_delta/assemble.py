@@ -252,7 +252,7 @@ def _device_boxes(wanted: Wanted, entry: LeafEntry) -> list[tuple[jax.Device, Bo
             f"{error}"
         ) from error
     return [
-        (device, leaves.index_box(index, shape))
+        (device, chunks.index_box(index, shape))
         for device, index in indices.items()
         if index is not None
     ]
@@ -276,7 +276,29 @@ def _jax_array(plan: LeafPlan) -> jax.Array:
         )
         for device, box in _device_boxes(wanted, entry)
     ]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+    dtype = np.dtype(_dtype(wanted, entry))
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, arrays, dtype=dtype
+    )
+
+
+def _spread(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array of all processes from the copy that each of them has.
+
+    Not by `jax.device_put`, which has all processes compare what they put.
+    """
+    places = sharding.addressable_devices_indices_map(array.shape)
+    pieces = [
+        jax.device_put(
+            array[index],
+            jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
+        )
+        for device, index in places.items()
+        if index is not None
+    ]
+    return jax.make_array_from_single_device_arrays(
+        array.shape, sharding, pieces, dtype=array.dtype
+    )
 
 
 def _cast(array: np.ndarray, wanted: Wanted, entry: LeafEntry) -> np.ndarray:
@@ -311,17 +333,21 @@ def _cast(array: np.ndarray, wanted: Wanted, entry: LeafEntry) -> np.ndarray:
 def _key(entry: LeafEntry, data: np.ndarray, wanted: Wanted) -> jax.Array:
     keys: jax.Array
     if _described_by_data(entry, wanted):
-        placed = jax.device_put(data, _sharding(wanted))
+        placed = _spread(data, _sharding(wanted))
         keys = jax.random.wrap_key_data(placed, impl=entry.value)
         return keys
-    keys = jax.random.wrap_key_data(jax.device_put(data), impl=entry.value)
+    sharding = wanted.sharding
+    everywhere = sharding is not None and not sharding.is_fully_addressable
+    # Keys are spread as their data are, whose last dimensions lie together.
+    placed = _spread(data, _sharding(wanted)) if everywhere else jax.device_put(data)
+    keys = jax.random.wrap_key_data(placed, impl=entry.value)
     if wanted.dtype is not None and keys.dtype != wanted.dtype:
         raise StructureError(
             f"leaf {entry.name} is stored as typed keys ({entry.value}); the target's "
             f"dtype is {wanted.dtype}"
         )
-    if wanted.sharding is not None:
-        keys = jax.device_put(keys, wanted.sharding)
+    if sharding is not None and not everywhere:
+        keys = jax.device_put(keys, sharding)
     return keys
 
 
@@ -345,7 +371,7 @@ def _from_value(entry: LeafEntry, wanted: Wanted) -> Any:
         return array
     if wanted.make is Make.NUMPY_SCALAR:
         return array[()]
-    return jax.device_put(array, wanted.sharding)
+    return _spread(array, _sharding(wanted))
 
 
 def _python(value: Any, wanted: Wanted, entry: LeafEntry) -> Any:

@@ -3,6 +3,9 @@
 Rows and content of the last committed save (or restored step), by leaf path and box.
 An entry that a save replaces is valid once that save commits; an abort forgets every
 entry that the save touched, so the next record of those chunks is full.
+
+A box outlives its entry: all processes that hold a leaf must cut it alike, whatever
+each of them still knows of the chunks, and whichever of them writes which.
 """
 
 import dataclasses
@@ -38,7 +41,8 @@ class Entry:
 class _LeafBase:
     dtype: str
     shape: tuple[int, ...]
-    entries: dict[Box, Entry]
+    layout: str
+    entries: dict[Box, Entry | None]
 
 
 class Base:
@@ -79,13 +83,19 @@ class Base:
         )
         entries = list(leaves)
         for row in rows:
-            base._put(entries[row.leaf], Entry(row=row, content=None))
+            base._put(entries[row.leaf], row.box, Entry(row=row, content=None))
         return base
 
-    def known_boxes(self, leaf: LeafEntry) -> Set[Box]:
-        """Boxes in which `leaf` is stored; none if its dtype or shape has changed."""
+    def known_boxes(self, leaf: LeafEntry, layout: str) -> Set[Box]:
+        """Boxes in which `leaf` is stored, as far as all that hold it know them.
+
+        None if its dtype or shape has changed, nor if other processes hold it now than
+        when it was cut: they do not know each other's boxes.
+        """
         found = self._match(leaf)
-        return found.entries.keys() if found else frozenset()
+        if found is None or found.layout not in ("", layout):
+            return frozenset()
+        return found.entries.keys()
 
     def get(self, leaf: LeafEntry, box: Box) -> Entry | None:
         """The stored chunk, if there is one of the same dtype and shape."""
@@ -98,12 +108,14 @@ class Base:
             return found
         return None
 
-    def _put(self, leaf: LeafEntry, entry: Entry) -> None:
+    def _put(
+        self, leaf: LeafEntry, box: Box, entry: Entry | None, layout: str = ""
+    ) -> None:
         found = self._match(leaf)
         if found is None:
-            found = _LeafBase(leaf.dtype, leaf.shape, {})
+            found = _LeafBase(leaf.dtype, leaf.shape, layout, {})
             self._leaves[leaf.name] = found
-        found.entries[entry.row.box] = entry
+        found.entries[box] = entry
 
     def packs(self) -> set[str]:
         """Names of all packs that the rows refer to."""
@@ -111,6 +123,7 @@ class Base:
             ref.pack
             for leaf in self._leaves.values()
             for entry in leaf.entries.values()
+            if entry is not None
             for ref in entry.row.refs
             if ref.pack
         }
@@ -119,17 +132,22 @@ class Base:
         """Drop entries that need a pack of `gone`; returns how many."""
         dropped = 0
         for leaf in self._leaves.values():
-            for box, entry in list(leaf.entries.items()):
-                if any(ref.pack in gone for ref in entry.row.refs):
-                    del leaf.entries[box]
+            for box, entry in leaf.entries.items():
+                if entry and any(ref.pack in gone for ref in entry.row.refs):
+                    leaf.entries[box] = None
                     dropped += 1
         return dropped
 
     def forget(self, leaf: LeafEntry, box: Box) -> None:
         """Drop an entry whose records are known to be damaged."""
         found = self._match(leaf)
-        if found:
-            found.entries.pop(box, None)
+        if found and box in found.entries:
+            found.entries[box] = None
+
+    def clear(self) -> None:
+        """Drop all of it, boxes too: it is not what other processes have."""
+        self._leaves.clear()
+        self._touched.clear()
 
     def touch(self, leaf: LeafEntry, box: Box) -> None:
         """Announce that a running save is about to change this entry's content."""
@@ -137,16 +155,24 @@ class Base:
 
     def commit(
         self,
-        stored: Iterable[tuple[LeafEntry, Entry]],
+        stored: Iterable[tuple[LeafEntry, Box, Entry | None]],
         *,
+        layouts: Mapping[str, str],
         store_uuid: str,
         predecessor: Mapping[str, object],
     ) -> None:
-        """Take over the rows of a committed save; entries it lacks are dropped."""
-        self._touched.clear()
-        self._leaves.clear()
-        for leaf, entry in stored:
-            self._put(leaf, entry)
+        """Take over the rows of a committed save; what it lacks is dropped.
+
+        Args:
+            stored: Every chunk of every shard that this process holds; no entry for
+                one that another process wrote.
+            layouts: By name of a leaf, a name for which process holds what of it.
+            store_uuid: Store that the rows point into.
+            predecessor: Identity of that save.
+        """
+        self.clear()
+        for leaf, box, entry in stored:
+            self._put(leaf, box, entry, layouts[leaf.name])
         self.store_uuid = store_uuid
         self.save_index += 1
         self.predecessor = predecessor
@@ -155,6 +181,6 @@ class Base:
         """Forget what a failed save touched; its content no longer fits its row."""
         for name, box in self._touched:
             leaf = self._leaves.get(name)
-            if leaf:
-                leaf.entries.pop(box, None)
+            if leaf and box in leaf.entries:
+                leaf.entries[box] = None
         self._touched.clear()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import xxhash
 
-from orbax_delta import chunks, codecs, dtypes, records
+from orbax_delta import chunks, codecs, dtypes, ownership, records
 from orbax_delta.background import Pool
 from orbax_delta.base import Base, Entry
 from orbax_delta.chunks import Box
@@ -104,21 +104,45 @@ class Finding:
     rule: Rule = Rule.NONE
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A snapshot in chunks.
+
+    Attributes:
+        own: Chunks that this process writes, in order of leaf and box.
+        others: Leaf and box of those that it holds, and another process writes.
+    """
+
+    own: Sequence[Chunk]
+    others: Sequence[tuple[LeafEntry, Box]]
+
+
 def cut(
-    leaves: Sequence[HostLeaf], base: Base, options: DeltaOptions
-) -> Iterator[Chunk]:
-    """All chunks of a snapshot, in order of leaf and box."""
+    leaves: Sequence[HostLeaf], base: Base, options: DeltaOptions, *, process: int
+) -> Cut:
+    """Cut all that this process holds, and find out what of it is its own."""
+    own: list[Chunk] = []
+    others: list[tuple[LeafEntry, Box]] = []
+    spread = any(leaf.holders for leaf in leaves)
+    entries = [leaf.entry for leaf in leaves]
+    families = ownership.families(entries) if spread else [""] * len(entries)
     for index, leaf in enumerate(leaves):
-        known = base.known_boxes(leaf.entry)
+        known = base.known_boxes(leaf.entry, leaf.layout)
         for shard in leaf.shards:
+            holders = leaf.holders.get(shard[0], (process,))
             for box in _boxes(shard, known, options.chunk_bytes):
-                yield Chunk(
+                if ownership.owner(families[index], box, holders) != process:
+                    others.append((leaf.entry, box))
+                    continue
+                chunk = Chunk(
                     leaf_index=index,
                     leaf=leaf.entry,
                     box=box,
                     shard=shard,
                     stored=base.get(leaf.entry, box),
                 )
+                own.append(chunk)
+    return Cut(own=own, others=others)
 
 
 def _boxes(
@@ -135,20 +159,26 @@ def _boxes(
 
 
 def compare(
-    wanted: Sequence[Chunk], options: DeltaOptions, executor: Pool
+    wanted: Sequence[Chunk], refresh_every: int | None, executor: Pool
 ) -> list[Finding]:
-    """Look at every chunk once and find what each follows from."""
-    seen = list(executor.map(lambda chunk: _look(chunk, options), wanted))
+    """Look at every chunk once and find what each follows from.
+
+    Args:
+        wanted: The chunks.
+        refresh_every: As the option; None: nothing is written anew now.
+        executor: Where to do it.
+    """
+    seen = list(executor.map(lambda chunk: _look(chunk, refresh_every), wanted))
     return _find_sources(seen, executor)
 
 
-def _look(chunk: Chunk, options: DeltaOptions) -> Finding:
+def _look(chunk: Chunk, refresh_every: int | None) -> Finding:
     content = chunk.content()
     found = records.digest(content)
     row = chunk.stored.row if chunk.stored else None
     if row is not None and row.digest == found:
-        due = row.age + 1 >= options.refresh_every and row.refs[-1].pack
-        refresh = due and row.rule is Rule.NONE
+        due = refresh_every is not None and row.age + 1 >= refresh_every
+        refresh = due and row.refs[-1].pack and row.rule is Rule.NONE
         status = Status.REFRESH if refresh else Status.SAME
         return Finding(chunk=chunk, status=status, digest=found)
     word = codecs.constant_word(content, chunk.leaf.element.word_bytes)

@@ -15,7 +15,7 @@ Box = tuple[tuple[int, int], ...]
 MAX_DIMENSIONS = 64
 """Of a leaf and of a box; numpy has no more."""
 
-_PRIME = (1 << 61) - 1
+_PRIME = COVER_MODULUS = (1 << 61) - 1
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -25,6 +25,16 @@ def whole(shape: Sequence[int]) -> Box:
     ((0, 2), (0, 3))
     """
     return tuple((0, size) for size in shape)
+
+
+def index_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The box of a shard that jax describes by slices.
+
+    >>> index_box((slice(2, 4), slice(None)), (8, 3))
+    ((2, 4), (0, 3))
+    """
+    bounds = (part.indices(size) for part, size in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in bounds)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
@@ -61,6 +71,15 @@ def tile(boxes: Iterable[Box], whole_box: Box) -> bool:
     (True, False)
     """
     return (sum(map(_measure, boxes)) - _measure(whole_box)) % _PRIME == 0
+
+
+def cover(boxes: Iterable[tuple[int, Box]]) -> int:
+    """That measure of boxes of many leaves, given by index, as one number.
+
+    What several processes write tiles all leaves if their numbers add up, modulo
+    `COVER_MODULUS`, to that of the whole boxes.
+    """
+    return sum(_number(-1, leaf) * _measure(box) for leaf, box in boxes) % COVER_MODULUS
 
 
 def _measure(box: Box) -> int:

@@ -53,6 +53,18 @@ class ConflictError(DeltaError):
     exit_code = 12
 
 
+class PeerError(DeltaError, TimeoutError):
+    """Another process of the job did not answer in time. See what holds it up."""
+
+    kind = "peer"
+
+
+class DisagreementError(DeltaError):
+    """The processes of the job do not save the same state to the same place."""
+
+    kind = "disagreement"
+
+
 class FormatError(DeltaError):
     """A file is not what its name says: wrong magic, field or length."""
 

@@ -10,11 +10,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_delta import delegation, fallback, save, steps, upkeep
+from orbax_delta import delegation, fallback, processes, save, steps, upkeep
 from orbax_delta.errors import InvalidInputError, NotFoundError
 from orbax_delta.manifests import MANIFEST_NAME
 from orbax_delta.options import DeltaOptions
@@ -86,17 +85,15 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
     def _request(
         self, directory: epath.Path, args: ocp.args.CheckpointArgs
     ) -> SaveRequest:
-        if jax.process_count() > 1:
-            raise InvalidInputError(
-                f"this run has {jax.process_count()} processes; this version of "
-                "orbax_delta saves from one"
-            )
         tree, custom_metadata = delegation.saved_item(args)
+        place = locate(str(directory))
         return save.prepare(
             tree,
-            locate(str(directory)),
+            place,
             self.options,
             custom_metadata=custom_metadata,
+            job=processes.job(self.options),
+            hurried=processes.preempted(place),
         )
 
     def _run(self, request: SaveRequest) -> None:

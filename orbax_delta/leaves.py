@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orbax_delta import chunks, dtypes, shardings, trees
+from orbax_delta import chunks, dtypes, records, shardings, trees
 from orbax_delta.chunks import Box
 from orbax_delta.errors import CorruptionError, FormatError, InvalidInputError
+from orbax_delta.hosts import Job
 from orbax_delta.manifests import Json, LeafEntry, path_name
 
 HostShard = tuple[Box, np.ndarray]
@@ -30,10 +31,15 @@ class HostLeaf:
         entry: What the MANIFEST will say of it.
         shards: Distinct shards with their boxes; the arrays may be views of device
             buffers on CPU, which jax does not reuse while they are viewed.
+        holders: By box of a shard, the processes that hold it; none of one that this
+            process alone knows of.
+        layout: A name for which process holds what; empty if there is only one.
     """
 
     entry: LeafEntry
     shards: Sequence[HostShard]
+    holders: Mapping[Box, Sequence[int]] = dataclasses.field(default_factory=dict)
+    layout: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,29 +49,47 @@ class Snapshot:
     structure: Json
     leaves: Sequence[HostLeaf]
 
+    def outline(self) -> list[str]:
+        """What must be alike on all processes, by leaf; values may differ."""
+        return [
+            f"{leaf.entry.name}: {leaf.entry.kind} {_fixed(leaf.entry)}"
+            for leaf in self.leaves
+        ]
 
-def snapshot(tree: Any) -> Snapshot:
-    """Bring every leaf to the host.
+
+def _fixed(entry: LeafEntry) -> str:
+    if entry.kind in ("jax", "numpy", "numpy_scalar", "key"):
+        implementation = entry.value if entry.kind == "key" else ""
+        return f"{entry.dtype}{entry.shape} {entry.sharding} {implementation}"
+    return ""  # the primary's is saved, whatever it is
+
+
+def snapshot(tree: Any, job: Job) -> Snapshot:
+    """Bring to the host what this process holds of every leaf.
+
+    Leaves that are on the host already are the primary's: they are the same on all
+    processes, or nobody could say which is right.
 
     Raises:
         InvalidInputError: A leaf cannot be stored; the message names it.
     """
     flat = trees.flatten(tree)
     staged = [
-        _stage(path, value) for path, value in zip(flat.paths, flat.values, strict=True)
+        _stage(path, value, job)
+        for path, value in zip(flat.paths, flat.values, strict=True)
     ]
     # All device copies have been started by now; only here are they waited for.
     return Snapshot(structure=flat.structure, leaves=[finish() for finish in staged])
 
 
-def _stage(path: trees.Path, value: Any) -> Callable[[], HostLeaf]:
+def _stage(path: trees.Path, value: Any, job: Job) -> Callable[[], HostLeaf]:
     """Check one leaf and start its copy; the returned call finishes it."""
     if isinstance(value, jax.core.Tracer):
         raise _unsupported(path, value, "save outside of jit, grad and vmap")
     if isinstance(value, jax.Array):
-        return _stage_jax(path, value)
+        return _stage_jax(path, value, job)
     if isinstance(value, np.ndarray | np.generic):
-        leaf = _numpy_leaf(path, value)
+        leaf = _numpy_leaf(path, value, job)
         return lambda: leaf
     reader = _PLAIN_LEAVES.get(type(value))
     if reader is None:
@@ -76,6 +100,8 @@ def _stage(path: trees.Path, value: Any) -> Callable[[], HostLeaf]:
             "str, bytes or None; convert it, or register its type as a pytree node",
         )
     leaf = reader(path, value)
+    if not job.primary:
+        leaf = dataclasses.replace(leaf, shards=())
     return lambda: leaf
 
 
@@ -84,7 +110,7 @@ def _unsupported(path: trees.Path, value: Any, hint: str) -> InvalidInputError:
     return InvalidInputError(f"leaf {path_name(path)} is a {kind}: {hint}")
 
 
-def _stage_jax(path: trees.Path, value: jax.Array) -> Callable[[], HostLeaf]:
+def _stage_jax(path: trees.Path, value: jax.Array, job: Job) -> Callable[[], HostLeaf]:
     if value.is_deleted():
         raise InvalidInputError(
             f"leaf {path_name(path)} has been deleted or donated; save the state that "
@@ -92,6 +118,15 @@ def _stage_jax(path: trees.Path, value: jax.Array) -> Callable[[], HostLeaf]:
         )
     if getattr(getattr(value.sharding, "spec", None), "unreduced", None):
         raise _unsupported(path, value, "its sums over devices are not done; reduce it")
+    if not job.alone and value.is_fully_addressable:
+        raise _unsupported(
+            path,
+            value,
+            "host local, while several processes save together, and nobody knows whose "
+            "is right. Make it global (jax.make_array_from_callback with a sharding "
+            "over all processes), or give a numpy array, of which the primary's is "
+            "saved",
+        )
     document = shardings.to_document(value.sharding)
     kind, implementation = "jax", None
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -111,7 +146,11 @@ def _stage_jax(path: trees.Path, value: jax.Array) -> Callable[[], HostLeaf]:
     )
     distinct: dict[Box, jax.Array] = {}
     for shard in value.addressable_shards:
-        distinct.setdefault(index_box(shard.index, value.shape), shard.data)
+        box = chunks.index_box(shard.index, value.shape)
+        distinct.setdefault(box, shard.data)
+    holders: Mapping[Box, Sequence[int]] = {}
+    if not job.alone:
+        holders = _holders(path, value, job)
     if value.size == 0:
         distinct = {}
     for data in distinct.values():
@@ -119,30 +158,45 @@ def _stage_jax(path: trees.Path, value: jax.Array) -> Callable[[], HostLeaf]:
 
     def finish() -> HostLeaf:
         shards = [(box, np.asarray(data)) for box, data in sorted(distinct.items())]
-        return HostLeaf(entry=entry, shards=shards)
+        layout = records.digest(repr(holders).encode()).hex() if holders else ""
+        return HostLeaf(entry=entry, shards=shards, holders=holders, layout=layout)
 
     return finish
 
 
-def index_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box of a shard that jax describes by slices."""
-    bounds = (part.indices(size) for part, size in zip(index, shape, strict=True))
-    return tuple((start, stop) for start, stop, _ in bounds)
+def _holders(
+    path: trees.Path, value: jax.Array, job: Job
+) -> Mapping[Box, Sequence[int]]:
+    """Which of the processes that save hold which shard."""
+    found = {
+        box: [process for process in there if process in job.processes]
+        for box, there in shardings.holders(value.sharding, value.shape).items()
+    }
+    if not all(found.values()):
+        raise _unsupported(
+            path,
+            value,
+            f"parts of it lie on none of the processes {list(job.processes)} that save",
+        )
+    return found
 
 
-def _numpy_leaf(path: trees.Path, value: np.ndarray | np.generic) -> HostLeaf:
+def _numpy_leaf(path: trees.Path, value: np.ndarray | np.generic, job: Job) -> HostLeaf:
     if isinstance(value, np.ma.MaskedArray):
         raise _unsupported(path, value, "save its data and its mask as two leaves")
     kind = "numpy" if isinstance(value, np.ndarray) else "numpy_scalar"
-    # The caller may change the array as soon as save returns.
-    array = np.array(value, order="C", copy=True, subok=False)
+    array = np.asarray(value)
+    if job.primary:
+        # The caller may change the array as soon as save returns.
+        array = np.array(value, order="C", copy=True, subok=False)
     entry = LeafEntry(
         path=path,
         kind=kind,
         dtype=_element(path, array.dtype).name,
         shape=array.shape,
     )
-    return HostLeaf(entry=entry, shards=_single_shard(array))
+    shards = _single_shard(array) if job.primary else []
+    return HostLeaf(entry=entry, shards=shards)
 
 
 def _element(path: trees.Path, dtype: np.dtype) -> dtypes.ElementType:

@@ -85,6 +85,7 @@ _PART_FIELDS: Mapping[str, fields.Types] = {
     "length": (int,),
     "digest": (str,),
     "rows": (int,),
+    "packs": (list,),
 }
 
 
@@ -140,12 +141,22 @@ def path_name(path: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartEntry:
-    """A part file: name, length in bytes, digest of all of it, number of rows."""
+    """A part file, the rows of one process.
+
+    Attributes:
+        name: Its name, beside the MANIFEST.
+        length: Its size in bytes.
+        digest: Digest of all of it.
+        rows: Number of its rows.
+        packs: Indices in the MANIFEST's list of the packs that its rows refer to, in
+            the order in which they do.
+    """
 
     name: str
     length: int
     digest: str
     rows: int
+    packs: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,11 +342,12 @@ def _rules(
     for part in parts:
         match = PART_NAME.fullmatch(part.name)
         yield "parts", match and match[1] == document["attempt"]
+        yield "parts", all(type(i) is int and 0 <= i < len(packs) for i in part.packs)
 
 
 def _part(document: Json) -> PartEntry:
     fields.check(document, _PART_FIELDS)
-    part = PartEntry(**document)
+    part = PartEntry(**{**document, "packs": tuple(document["packs"])})
     counts = fields.is_count(part.length) and fields.is_count(part.rows)
     if not counts or not _DIGEST.fullmatch(part.digest):
         raise InvalidInputError(f"there can be no part like {fields.short(document)}")

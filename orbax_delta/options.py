@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 
 from orbax_delta import errors
 
@@ -33,6 +34,11 @@ class DeltaOptions:
             share no file with it and each other; 0 keeps none.
         threads: Worker threads for coding; None takes one per core, at most 16.
         auto_prune: Remove dead packs after a save when the set of steps has changed.
+        vote_timeout: Where several processes save together, seconds that one waits for
+            the others when it is done itself; then the save fails on all of them.
+        processes: Indices of the processes that save together, the first of which
+            publishes; None: all, with process 0 first. As `active_processes` and
+            `primary_host` of Orbax's `MultiprocessingOptions`.
 
     Raises:
         InvalidInputError: A value is out of its range; nothing is touched.
@@ -47,6 +53,8 @@ class DeltaOptions:
     keep_bases: int = 2
     threads: int | None = None
     auto_prune: bool = True
+    vote_timeout: float = 900.0
+    processes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         _check_int("chunk_bytes", self.chunk_bytes, 64, MAX_CHUNK_BYTES)
@@ -70,6 +78,38 @@ class DeltaOptions:
                 f"DeltaOptions.auto_prune is {self.auto_prune!r}; expected True or "
                 "False"
             )
+
+        if type(self.vote_timeout) not in (int, float) or not (
+            0.1 <= self.vote_timeout <= 86_400
+        ):
+            raise errors.InvalidInputError(
+                f"DeltaOptions.vote_timeout is {self.vote_timeout!r}; expected seconds "
+                "from 0.1 to 86400"
+            )
+        if self.processes is not None:
+            self._check_processes(self.processes)
+
+    def _check_processes(self, processes: object) -> None:
+        listed = processes if isinstance(processes, list | tuple) else ()
+        good = all(type(p) is int and 0 <= p < 1_000_000_000 for p in listed)
+        if not listed or not good or len(set(listed)) < len(listed):
+            raise errors.InvalidInputError(
+                f"DeltaOptions.processes is {processes!r}; expected a tuple of "
+                "different process indices, the primary first, or None"
+            )
+
+    def shared(self) -> dict[str, object]:
+        """Options that all processes of a job must have alike."""
+        own = ("threads",)
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if name not in own}
+
+    def recorded(self) -> dict[str, object]:
+        """Options as a MANIFEST keeps them."""
+        values = dataclasses.asdict(self)
+        # Of one run of the job, and no part of how the step is stored.
+        del values["processes"], values["vote_timeout"]
+        return values
 
     @property
     def worker_count(self) -> int:

@@ -1,5 +1,6 @@
 """What a save wrote and what a restore read, as values that print in one line."""
 
+import collections
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
@@ -98,6 +99,33 @@ class SaveReport:
         return dataclasses.asdict(self)
 
     @classmethod
+    def merged(cls, shares: Sequence["SaveReport"]) -> "SaveReport":
+        """The report of a save from the shares of its processes.
+
+        Counts add up; of times and lengths the greatest counts.
+        """
+        first = shares[0]
+        chunks = sum(share.chunks for share in shares)
+        listed = sum(s.records_per_chunk_mean * s.chunks for s in shares)
+        summed = {
+            name: sum(getattr(share, name) for share in shares) for name in _SUMMED
+        }
+        return dataclasses.replace(
+            first,
+            **summed,
+            chunks_by_form=_added([share.chunks_by_form for share in shares]),
+            bytes_by_form=_added([share.bytes_by_form for share in shares]),
+            records_per_chunk_mean=listed / max(chunks, 1),
+            records_per_chunk_max=max(share.records_per_chunk_max for share in shares),
+            stage_seconds={
+                stage: max(share.stage_seconds.get(stage, 0.0) for share in shares)
+                for stage in first.stage_seconds
+            },
+            blocking_seconds=max(share.blocking_seconds for share in shares),
+            total_seconds=max(share.total_seconds for share in shares),
+        )
+
+    @classmethod
     def from_document(
         cls, document: Mapping[str, Any], *, where: str = "a MANIFEST"
     ) -> "SaveReport":
@@ -122,6 +150,25 @@ class SaveReport:
                 "step may be whole, `orbax-delta verify` tells"
             )
         return cls(**document)
+
+
+_SUMMED = (
+    "full_bytes",
+    "written_bytes",
+    "read_bytes",
+    "chunks",
+    "elements",
+    "elements_changed",
+    "blocks",
+    "blocks_changed",
+)
+
+
+def _added(counts: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
+    total: collections.Counter[str] = collections.Counter()
+    for count in counts:
+        total.update(count)
+    return dict(sorted(total.items()))
 
 
 def _is(kind: Any, value: Any) -> bool:

@@ -165,6 +165,7 @@ def _put_part(
         length=len(data),
         digest=records.digest(data).hex(),
         rows=len(rows),
+        packs=tuple(range(len(packs))),
     )
     folder.write(part.name, data)
     if folder.read(part.name) != data:

@@ -1,7 +1,9 @@
-"""Shardings as documents: kept with a step, rebuilt where the same devices exist."""
+"""Shardings: which process holds what, and documents kept with a step."""
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +17,8 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from orbax_delta import chunks
+from orbax_delta.chunks import Box
 from orbax_delta.errors import InvalidInputError
 from orbax_delta.fields import Json, check_sharding
 
@@ -30,6 +34,19 @@ class MeshDocument:
     axis_names: Sequence[str]
     axis_types: Sequence[str]
     device_ids: Sequence[int]
+
+
+@functools.lru_cache(maxsize=4096)
+def holders(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> Mapping[Box, tuple[int, ...]]:
+    """The shards of an array and, for each, the processes that hold it, in order."""
+    found: dict[Box, set[int]] = collections.defaultdict(set)
+    placed: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in placed.items():
+        if index is not None:
+            found[chunks.index_box(index, shape)].add(device.process_index)
+    return {box: tuple(sorted(found[box])) for box in sorted(found)}
 
 
 def to_document(sharding: Sharding) -> Json:
@@ -103,10 +120,14 @@ def _sharding(document: Json) -> Sharding | None:
     memory_kind = document["memory_kind"]
     if document["kind"] == "single":
         device = devices.get(document["device_id"])
+        if jax.process_count() > 1:
+            return None
         return device and SingleDeviceSharding(device, memory_kind=memory_kind)
     mesh = mesh_document(document)
     if not set(mesh.device_ids) <= set(devices):
         return None
+    if len({devices[i].process_index for i in mesh.device_ids}) < jax.process_count():
+        return None  # all processes must come to the same decision
     grid = np.array([devices[i] for i in mesh.device_ids], dtype=object)
     return NamedSharding(
         Mesh(

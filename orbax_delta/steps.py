@@ -174,7 +174,7 @@ def read_rows(item: Folder, manifest: Manifest) -> list[Row]:
                 data,
                 attempt=bytes.fromhex(manifest.attempt),
                 rows=part.rows,
-                packs=manifest.packs,
+                packs=[manifest.packs[index] for index in part.packs],
                 words=words,
             )
         except (CorruptionError, FormatError) as error:

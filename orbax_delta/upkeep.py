@@ -19,8 +19,9 @@ from orbax_delta.errors import (
     NotFoundError,
     StorageError,
 )
+from orbax_delta.hosts import Round
 from orbax_delta.manifests import MANIFEST_NAME, Manifest
-from orbax_delta.marks import Mark, usable_packs
+from orbax_delta.marks import Mark, read_marks, usable_packs
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place, without_suffix
 from orbax_delta.store import DeltaStore, Folder
@@ -43,6 +44,7 @@ class ItemState:
         named: What MANIFESTs name, as far as they were read.
         loose: Pins to delete that the store would not delete; tried again with the
             next save.
+        rounds: Saves whose keys the coordination service still holds; the primary's.
         lock: One save at a time, whatever calls.
     """
 
@@ -53,7 +55,14 @@ class ItemState:
     kept: dict[str, Kept] = dataclasses.field(default_factory=dict)
     named: prune.Known = dataclasses.field(default_factory=dict)
     loose: set[str] = dataclasses.field(default_factory=set)
+    rounds: list[Round] = dataclasses.field(default_factory=list)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def clear_rounds(self, current: Round | None = None) -> None:
+        """Forget what was agreed on for saves that all processes have ended."""
+        for ended in self.rounds:
+            ended.clear()
+        self.rounds = [current] if current else []
 
 
 @contextlib.contextmanager
@@ -90,6 +99,16 @@ def pinned(
     previous, state.pin = state.pin, name
     if previous is not None:
         _let_go(store, state, previous)
+
+
+def drop_dead_pins(store: DeltaStore) -> None:
+    """Remove pins of dead processes of this host, whose death no other host sees."""
+    try:
+        for name, pin in read_marks(store.pins).items():
+            if pin.owner.known_dead:
+                store.pins.delete(name)
+    except DeltaError as error:
+        _logger.warning("while looking for pins of dead processes: %s", error)
 
 
 def _let_go(store: DeltaStore, state: ItemState, *pins: str) -> None:
@@ -172,6 +191,8 @@ def confirm(place: Place, state: ItemState | None) -> None:
             f"{place.item_url} has no {MANIFEST_NAME} although its save ended well; "
             "something removed it"
         )
+    if state:
+        state.clear_rounds()  # all processes have ended their part
     last = (state.base.predecessor if state else None) or {}
     own = last.get("step") != place.step_name or last["attempt"] == manifest.attempt
     if own and {part.name for part in manifest.parts} <= set(item.names()):

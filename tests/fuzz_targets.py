@@ -133,6 +133,7 @@ def part(data: bytes) -> None:
         length=len(file),
         digest=hostile.digest(file).hex(),
         rows=int.from_bytes(file[12:16], "little"),
+        packs=range(len(manifest.packs)),
     )
     named = dataclasses.replace(manifest, parts=(entry,))
     try:

@@ -229,7 +229,10 @@ def find_store(folder: Path, uuid: str) -> Path:
 
 def _part(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> list[Row]:
     """The rows of a part (7.2 to 7.4)."""
-    check(entry.keys() == {"name", "length", "digest", "rows"}, "fields of a part")
+    check(
+        entry.keys() == {"name", "length", "digest", "rows", "packs"},
+        "fields of a part",
+    )
     name = PART.fullmatch(entry["name"])
     check(name and name[1] == manifest["attempt"], f"name {entry['name']}")
     data = (folder / entry["name"]).read_bytes()
@@ -250,23 +253,27 @@ def _part(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> list
     column = _columns(unzstd(data[48:], size), rows, bounds, records)
     check(column["dimensions"].sum(dtype=int) * 2 == bounds, "bounds of a part")
     check(column["records"].sum(dtype=int) == records, "records of a part")
+    own, listed = entry["packs"], range(len(manifest["packs"]))
+    check(all(type(i) is int and i in listed for i in own), "packs of a part")
     found, bound, record = [], 0, 0
     for number in range(rows):
         ends = bound + 2 * int(column["dimensions"][number])
         last = record + int(column["records"][number])
         edges = [int(edge) for edge in column["bounds"][bound:ends]]
-        refs = zip(
-            *(
-                map(int, column[c][record:last])
-                for c in ("form", "pack", "offset", "length")
-            )
-        )
+        refs = []
+        for i in range(record, last):
+            pack = int(column["pack"][i])
+            if pack != NO_PACK:
+                check(pack < len(own), "pack of a record")
+                pack = own[pack]
+            place = int(column["offset"][i]), int(column["length"][i])
+            refs.append((int(column["form"][i]), pack, *place))
         row = Row(
             leaf=int(column["leaf"][number]),
             box=tuple(map(slice, edges[::2], edges[1::2])),
             rule=int(column["rule"][number]),
             digest=column["digest"][number].tobytes(),
-            refs=list(refs),
+            refs=refs,
         )
         _check_row(row, manifest)
         found.append(row)
@@ -302,7 +309,6 @@ def _check_row(row: Row, manifest: dict[str, Any]) -> None:
     for place, (form, pack, *_) in enumerate(row.refs):
         check(1 <= form <= SPARSE and (form in FULL) == (place == 0), "order of forms")
         check((pack == NO_PACK) == (form == CONSTANT), "pack of a record")
-        check(pack == NO_PACK or pack < len(manifest["packs"]), "pack of a record")
 
 
 def _check_cover(leaf: dict[str, Any], rows: list[Row]) -> None:

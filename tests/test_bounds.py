@@ -166,6 +166,7 @@ def huge_constant(root, elements, rows):
     others = [row for row in step.rows if row.leaf != index]
     path = item_folder(root, 2) / MANIFEST_NAME
     document["packs"] = list(step.manifest.packs)
+    document["parts"][0]["packs"] = list(range(len(document["packs"])))
     path.write_bytes(hostile.manifest_bytes(document))
     attempt = bytes.fromhex(document["attempt"])
     data = parts.encode_part(attempt, others + huge, document["packs"])

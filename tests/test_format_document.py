@@ -35,6 +35,7 @@ from orbax_delta import (
     trees,
 )
 from orbax_delta.errors import CorruptionError
+from orbax_delta.hosts import Job
 
 DOCUMENT = (Path(orbax_delta.__file__).parent / "FORMAT.md").read_text()
 _SIZES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "i16": "h"}
@@ -324,7 +325,7 @@ def test_kinds_of_leaves_are_those_of_the_code():
 )
 def test_python_values_are_written_as_documented(value, written):
     """Section 8.4, by example, there and back."""
-    (leaf,) = leaves.snapshot(value).leaves
+    (leaf,) = leaves.snapshot(value, Job()).leaves
     assert (leaf.entry.kind, leaf.entry.value) == (type(value).__name__, written)
     assert repr(leaves.plain_value(leaf.entry)) == repr(value)
 
@@ -384,7 +385,7 @@ def test_reports_and_options_have_the_documented_fields():
     assert _names(TABLES["8.8"][0]) == report
     section = DOCUMENT.partition("### 8.9 Options")[2].partition("\n## ")[0]
     named = re.findall(r"`(\w+)`", section)
-    values = [field.name for field in dataclasses.fields(options.DeltaOptions)]
+    values = list(options.DeltaOptions().recorded())
     assert [name for name in named if name != "DeltaOptions"] == values
 
 

@@ -130,17 +130,17 @@ def test_handler_is_recorded_under_a_stable_name(root):
     assert orbax_delta.DeltaCheckpointHandler.typestr() == name
 
 
-def test_several_processes_are_refused(root, monkeypatch):
-    """This version says that it saves from one process only."""
-    with open_run(root) as run:
-        monkeypatch.setattr(jax, "process_count", lambda: 4)
-        with pytest.raises(
-            orbax_delta.InvalidInputError, match=r"this run has 4 processes"
-        ):
-            run.handler.save(
-                epath.Path(root / "0" / "default"), orbax_delta.DeltaSave(1)
-            )
-        monkeypatch.undo()
+@pytest.mark.parametrize("processes", [(1,), (0, 1)])
+def test_a_process_saves_with_those_that_there_are(root, processes):
+    """Process 0 of 1 cannot save as process 1, nor with it."""
+    with (
+        open_run(root, processes=processes) as run,
+        pytest.raises(
+            orbax_delta.InvalidInputError, match=r"this is process 0 of 1; DeltaOptions"
+        ),
+    ):
+        run.handler.save(epath.Path(root / "0" / "default"), orbax_delta.DeltaSave(1))
+    assert not (root / "0").exists()
 
 
 def test_finalize_checks_that_the_step_is_there(root):

@@ -38,7 +38,7 @@ GOLDEN_BODY = (
     '"options":{"chunk_bytes":64},'
     '"packs":["00000000000000000000000000000000-p0-0"],'
     '"parts":[{"digest":"cdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcd","length":310,'
-    '"name":"part-000102030405060708090a0b0c0d0e0f-p0","rows":1}],'
+    '"name":"part-000102030405060708090a0b0c0d0e0f-p0","packs":[0],"rows":1}],'
     '"predecessor":{"attempt":"0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f","step":"6"},'
     '"report":{"step":"7"},'
     '"required_features":[],'
@@ -79,7 +79,15 @@ MANIFEST = Manifest(
         LeafEntry(path=("w",), kind="numpy", dtype="float32", shape=(2, 3)),
     ),
     packs=[PACK],
-    parts=(PartEntry(name=f"part-{ATTEMPT}-p0", length=310, digest="cd" * 16, rows=1),),
+    parts=(
+        PartEntry(
+            name=f"part-{ATTEMPT}-p0",
+            length=310,
+            digest="cd" * 16,
+            rows=1,
+            packs=(0,),
+        ),
+    ),
     report={"step": "7"},
     custom_metadata={"é": [1, None]},
     required_features=[],
@@ -141,7 +149,7 @@ def test_a_manifest_is_these_bytes():
     """
     line, frame = manifests.encode_manifest(MANIFEST).split(b"\n", 1)
     digest = xxhash.xxh3_128_hexdigest(frame)
-    assert line.decode() == f"ORBAX-DELTA-MANIFEST 0 {digest} 848"
+    assert line.decode() == f"ORBAX-DELTA-MANIFEST 0 {digest} 860"
     assert _text(line + b"\n" + frame) == GOLDEN_BODY.encode()
 
 
@@ -171,6 +179,7 @@ def _manifests(draw):
         )
         for path in paths
     ]
+    count = draw(st.integers(0, 3))
     return dataclasses.replace(
         MANIFEST,
         step=draw(st.none() | st.integers(0, 10**18 - 1)),
@@ -180,9 +189,15 @@ def _manifests(draw):
         predecessor=draw(st.none() | st.just({"step": "6", "attempt": ATTEMPT})),
         store_uuid=draw(st.sampled_from(["", "ab" * 16])),
         leaves=tuple(leaves),
-        packs=[f"{ATTEMPT}-p0-{n}" for n in range(draw(st.integers(0, 3)))],
+        packs=[f"{ATTEMPT}-p0-{n}" for n in range(count)],
         parts=tuple(
-            PartEntry(name=f"part-{ATTEMPT}-p{n}", length=n, digest=ATTEMPT, rows=n)
+            PartEntry(
+                name=f"part-{ATTEMPT}-p{n}",
+                length=n,
+                digest=ATTEMPT,
+                rows=n,
+                packs=tuple(draw(st.permutations(range(count)))),
+            )
             for n in range(draw(st.integers(0, 3)))
         ),
         report=draw(st.dictionaries(st.text(), JSON_VALUES, max_size=3)),
@@ -324,6 +339,10 @@ def test_a_field_that_no_writer_makes_is_refused(changes, message):
         ({"rows": -1}, "there can be no part"),
         ({"digest": "cd" * 15}, "there can be no part"),
         ({"length": 1.5}, "'length' is 1.5"),
+        ({"packs": [1]}, "'parts' breaks the format"),
+        ({"packs": [-1]}, "'parts' breaks the format"),
+        ({"packs": [True]}, "'parts' breaks the format"),
+        ({"packs": 0}, "'packs' is 0"),
         ({"name": f"part-{'0' * 32}-p0"}, "'parts' breaks the format"),
         ({"name": f"part-{ATTEMPT}-p0/../x"}, "'parts' breaks the format"),
     ],

@@ -22,6 +22,7 @@ RANGES = {
     "refresh_every": (1, 30_000),
     "keep_bases": (0, 100),
     "threads": (1, 256),
+    "vote_timeout": (0.1, 86_400),
 }
 """Smallest and largest value of each field that is a number."""
 
@@ -38,13 +39,30 @@ def test_defaults_are_those_of_the_documentation():
         "keep_bases": 2,
         "threads": None,
         "auto_prune": True,
+        "vote_timeout": 900.0,
+        "processes": None,
     }
 
 
 def test_every_number_has_a_range_here():
     """A new option comes with its range in this table."""
     names = {field.name for field in dataclasses.fields(DeltaOptions)}
-    assert names == set(RANGES) | {"auto_prune"}
+    assert names == set(RANGES) | {"auto_prune", "processes"}
+
+
+@pytest.mark.parametrize("processes", [(), 0, (0, 0), (-1,), (True,), "01", {0: 1}])
+def test_processes_are_different_indices(processes):
+    """The first of them publishes, so there is an order and no doubt."""
+    with pytest.raises(InvalidInputError, match=r"DeltaOptions\.processes is "):
+        DeltaOptions(processes=processes)
+
+
+def test_what_processes_must_have_alike_and_a_step_keeps():
+    """Threads are a matter of each host; who saved is no matter of the step."""
+    given = DeltaOptions(processes=(2, 0), threads=3)
+    assert DeltaOptions(processes=(2, 0)).shared() == given.shared()
+    left_out = set(dataclasses.asdict(given)) - set(given.recorded())
+    assert left_out == {"processes", "vote_timeout"}
 
 
 @pytest.mark.parametrize(("name", "limits"), RANGES.items())
@@ -67,7 +85,7 @@ def test_what_lies_outside_a_range_is_named(name, limits):
 
 
 @pytest.mark.parametrize("value", [1.5, 8.0])
-@pytest.mark.parametrize("name", sorted(set(RANGES) - {"read_budget"}))
+@pytest.mark.parametrize("name", sorted(set(RANGES) - {"read_budget", "vote_timeout"}))
 def test_counts_are_whole_numbers(name, value):
     """Not even a float without a fraction is taken for one."""
     with pytest.raises(InvalidInputError, match="a whole number"):

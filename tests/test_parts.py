@@ -196,6 +196,7 @@ def _read_as_a_step_does(data):
         length=len(GOLDEN_PART),
         digest=records.digest(GOLDEN_PART).hex(),
         rows=3,
+        packs=(0, 1),
     )
     return _parse(steps._read_part(_OneFile(data), entry))
 
@@ -361,7 +362,11 @@ def _step(data, *, rows=3, shape=(2, 3)):
     """The rows of a step of one part, as opening the step reads and checks them."""
     name = f"part-{ATTEMPT.hex()}-p0"
     entry = PartEntry(
-        name=name, length=len(data), digest=records.digest(data).hex(), rows=rows
+        name=name,
+        length=len(data),
+        digest=records.digest(data).hex(),
+        rows=rows,
+        packs=range(len(PACKS)),
     )
     first, *others = _LEAVES
     manifest = Manifest(

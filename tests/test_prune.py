@@ -77,7 +77,9 @@ def put_packs(store, *names):
 
 def put_step(store, manifest, folder, *packs):
     """A MANIFEST in `folder` that names `packs`."""
-    named = dataclasses.replace(manifest, packs=sorted(packs), store_uuid=store.uuid)
+    named = dataclasses.replace(
+        manifest, packs=sorted(packs), parts=(), store_uuid=store.uuid
+    )
     store.root.child(folder).write(MANIFEST_NAME, encode_manifest(named))
 
 
