@@ -123,13 +123,13 @@ def cut(
     """Cut all that this process holds, and find out what of it is its own."""
     own: list[Chunk] = []
     others: list[tuple[LeafEntry, Box]] = []
-    spread = any(leaf.holders for leaf in leaves)
+    spread = any(leaf.layout.holders for leaf in leaves)
     entries = [leaf.entry for leaf in leaves]
     families = ownership.families(entries) if spread else [""] * len(entries)
     for index, leaf in enumerate(leaves):
-        known = base.known_boxes(leaf.entry, leaf.layout)
+        known = base.known_boxes(leaf.entry, leaf.layout.name)
         for shard in leaf.shards:
-            holders = leaf.holders.get(shard[0], (process,))
+            holders = leaf.layout.holders.get(shard[0], (process,))
             for box in _boxes(shard, known, options.chunk_bytes):
                 if ownership.owner(families[index], box, holders) != process:
                     others.append((leaf.entry, box))

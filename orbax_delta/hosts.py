@@ -197,8 +197,11 @@ class Round:
             self._raise_abort(self._decide({"commit": outcome}))
 
     def clear(self) -> None:
-        """Remove the keys of this save, which every process has seen the end of."""
-        if self.job.client is not None:
+        """Remove the keys of this save, which every process has seen the end of.
+
+        The primary does it; for the others there is nothing to do.
+        """
+        if self.job.client is not None and self.job.primary:
             # Keys that stay behind are small, and no later save reads them.
             with contextlib.suppress(RuntimeError):
                 self._client.key_value_delete(self._prefix)

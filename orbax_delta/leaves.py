@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orbax_delta import chunks, dtypes, records, shardings, trees
+from orbax_delta import chunks, dtypes, shardings, trees
 from orbax_delta.chunks import Box
 from orbax_delta.errors import CorruptionError, FormatError, InvalidInputError
 from orbax_delta.hosts import Job
 from orbax_delta.manifests import Json, LeafEntry, path_name
+from orbax_delta.shardings import Layout
 
 HostShard = tuple[Box, np.ndarray]
+NO_LAYOUT = Layout(holders={}, name="")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +33,12 @@ class HostLeaf:
         entry: What the MANIFEST will say of it.
         shards: Distinct shards with their boxes; the arrays may be views of device
             buffers on CPU, which jax does not reuse while they are viewed.
-        holders: By box of a shard, the processes that hold it; none of one that this
-            process alone knows of.
-        layout: A name for which process holds what; empty if there is only one.
+        layout: Which process holds what; nothing of a leaf of this process alone.
     """
 
     entry: LeafEntry
     shards: Sequence[HostShard]
-    holders: Mapping[Box, Sequence[int]] = dataclasses.field(default_factory=dict)
-    layout: str = ""
+    layout: Layout = NO_LAYOUT
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +50,17 @@ class Snapshot:
 
     def outline(self) -> list[str]:
         """What must be alike on all processes, by leaf; values may differ."""
-        return [
-            f"{leaf.entry.name}: {leaf.entry.kind} {_fixed(leaf.entry)}"
-            for leaf in self.leaves
-        ]
+        return [f"{leaf.entry.name}: {_fixed(leaf)}" for leaf in self.leaves]
 
 
-def _fixed(entry: LeafEntry) -> str:
-    if entry.kind in ("jax", "numpy", "numpy_scalar", "key"):
-        implementation = entry.value if entry.kind == "key" else ""
-        return f"{entry.dtype}{entry.shape} {entry.sharding} {implementation}"
-    return ""  # the primary's is saved, whatever it is
+def _fixed(leaf: HostLeaf) -> str:
+    entry = leaf.entry
+    if entry.kind not in ("jax", "numpy", "numpy_scalar", "key"):
+        return entry.kind  # the primary's is saved, whatever it is
+    placed = f" laid out as {leaf.layout.name}" if leaf.layout.name else ""
+    implementation = f" of {entry.value}" if entry.kind == "key" else ""
+    shape = list(entry.shape)
+    return f"{entry.kind} {entry.dtype}{shape}{implementation}{placed}"
 
 
 def snapshot(tree: Any, job: Job) -> Snapshot:
@@ -148,9 +147,7 @@ def _stage_jax(path: trees.Path, value: jax.Array, job: Job) -> Callable[[], Hos
     for shard in value.addressable_shards:
         box = chunks.index_box(shard.index, value.shape)
         distinct.setdefault(box, shard.data)
-    holders: Mapping[Box, Sequence[int]] = {}
-    if not job.alone:
-        holders = _holders(path, value, job)
+    layout = NO_LAYOUT if job.alone else _layout(path, value, job)
     if value.size == 0:
         distinct = {}
     for data in distinct.values():
@@ -158,27 +155,21 @@ def _stage_jax(path: trees.Path, value: jax.Array, job: Job) -> Callable[[], Hos
 
     def finish() -> HostLeaf:
         shards = [(box, np.asarray(data)) for box, data in sorted(distinct.items())]
-        layout = records.digest(repr(holders).encode()).hex() if holders else ""
-        return HostLeaf(entry=entry, shards=shards, holders=holders, layout=layout)
+        return HostLeaf(entry=entry, shards=shards, layout=layout)
 
     return finish
 
 
-def _holders(
-    path: trees.Path, value: jax.Array, job: Job
-) -> Mapping[Box, Sequence[int]]:
+def _layout(path: trees.Path, value: jax.Array, job: Job) -> Layout:
     """Which of the processes that save hold which shard."""
-    found = {
-        box: [process for process in there if process in job.processes]
-        for box, there in shardings.holders(value.sharding, value.shape).items()
-    }
-    if not all(found.values()):
+    layout = shardings.layout(value.sharding, value.shape, tuple(job.processes))
+    if not all(layout.holders.values()):
         raise _unsupported(
             path,
             value,
             f"parts of it lie on none of the processes {list(job.processes)} that save",
         )
-    return found
+    return layout
 
 
 def _numpy_leaf(path: trees.Path, value: np.ndarray | np.generic, job: Job) -> HostLeaf:

@@ -170,12 +170,15 @@ def run(request: SaveRequest, state: ItemState) -> SaveReport:
         DisagreementError: The processes do not save the same; nothing of it counts.
         DeltaError: What another process failed with, of the class that it had there.
     """
+    if request.round.job.primary:
+        state.rounds.append(request.round)
     with request.round.spread_errors():
         if isinstance(request.taken, Exception):
             raise request.taken
         if request.place.root_url is None:
             # Nothing outside the step may be needed to read it: no store, all full.
-            return _attempt(request, request.taken, ItemState(), None).run()
+            alone = ItemState(rounds=state.rounds)
+            return _attempt(request, request.taken, alone, None).run()
         with state.lock:
             return _run(request, request.taken, state)
 
@@ -218,6 +221,10 @@ def _attempt(
         DisagreementError: They do not save the same to the same place.
     """
     place, options, agreed = request.place, request.options, request.round
+    if agreed.job.alone:
+        bits, _ = agreed.attempt({})
+        state.store = store
+        return _Attempt(request, taken, state, store, bits)
     own = Announcement.of(place, store, state.base, options, taken)
     bits, announced = agreed.attempt(dataclasses.asdict(own))
     if not agreed.job.primary:
@@ -229,8 +236,7 @@ def _attempt(
         if own.base != primary.base or state.base.store_uuid != primary.store_uuid:
             # Leaves must be cut alike; without earlier rows all cut afresh.
             state.base = Base(store_uuid=primary.store_uuid)
-    if store is not None:
-        state.store = store
+    state.store = store
     return _Attempt(request, taken, state, store, bits)
 
 
@@ -289,7 +295,7 @@ class _Attempt:
         ]
         self.base.commit(
             [*known, *((leaf, box, None) for leaf, box in cut.others)],
-            layouts={leaf.entry.name: leaf.layout for leaf in self.taken.leaves},
+            layouts={leaf.entry.name: leaf.layout.name for leaf in self.taken.leaves},
             store_uuid=self.store.uuid if self.store else "",
             predecessor={
                 "step": self.request.place.step_name,
@@ -398,8 +404,8 @@ class _Attempt:
             verdict = self.round.vote(document)
             return SaveReport.from_document(verdict, where="the primary's verdict")
         ballots = [Ballot.from_document(cast) for cast in self.round.collect(document)]
-        # Whoever has voted is past the save before this one.
-        self.state.clear_rounds(self.round)
+        # Whoever has voted is past the saves before this one.
+        self.state.clear_rounds(but=self.round)
         leaves = [leaf.entry for leaf in self.taken.leaves]
         entries, packs = agreement.count(ballots, leaves)
         self._require_parts(entries)

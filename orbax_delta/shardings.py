@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import xxhash
 from jax.sharding import (
     AxisType,
     Mesh,
@@ -36,17 +37,34 @@ class MeshDocument:
     device_ids: Sequence[int]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which process holds what of an array.
+
+    Attributes:
+        holders: For the box of each shard the processes that hold it, in order.
+        name: A digest of that; empty where there is only one process.
+    """
+
+    holders: Mapping[Box, Sequence[int]]
+    name: str
+
+
 @functools.lru_cache(maxsize=4096)
-def holders(
-    sharding: Sharding, shape: tuple[int, ...]
-) -> Mapping[Box, tuple[int, ...]]:
-    """The shards of an array and, for each, the processes that hold it, in order."""
+def layout(
+    sharding: Sharding, shape: tuple[int, ...], processes: tuple[int, ...]
+) -> Layout:
+    """The layout of an array over some processes; the others count for nothing."""
     found: dict[Box, set[int]] = collections.defaultdict(set)
     placed: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     for device, index in placed.items():
         if index is not None:
             found[chunks.index_box(index, shape)].add(device.process_index)
-    return {box: tuple(sorted(found[box])) for box in sorted(found)}
+    holders = {
+        box: tuple(sorted(found[box].intersection(processes))) for box in sorted(found)
+    }
+    name = xxhash.xxh3_64_hexdigest(repr(holders).encode())
+    return Layout(holders=holders, name=name)
 
 
 def to_document(sharding: Sharding) -> Json:

@@ -44,7 +44,7 @@ class ItemState:
         named: What MANIFESTs name, as far as they were read.
         loose: Pins to delete that the store would not delete; tried again with the
             next save.
-        rounds: Saves whose keys the coordination service still holds; the primary's.
+        rounds: Saves whose keys the coordination service may still hold.
         lock: One save at a time, whatever calls.
     """
 
@@ -58,11 +58,12 @@ class ItemState:
     rounds: list[Round] = dataclasses.field(default_factory=list)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def clear_rounds(self, current: Round | None = None) -> None:
+    def clear_rounds(self, *, but: Round | None = None) -> None:
         """Forget what was agreed on for saves that all processes have ended."""
-        for ended in self.rounds:
-            ended.clear()
-        self.rounds = [current] if current else []
+        for ended in list(self.rounds):
+            if ended is not but:
+                ended.clear()
+                self.rounds.remove(ended)
 
 
 @contextlib.contextmanager
