@@ -27,18 +27,26 @@ if TYPE_CHECKING:
     from orbax_delta.handler import DeltaRestore as DeltaRestore
     from orbax_delta.handler import DeltaSave as DeltaSave
     from orbax_delta.handler import handler_registry as handler_registry
+    from orbax_delta.handler_v1 import DeltaHandler as DeltaHandler
+    from orbax_delta.handler_v1 import DeltaState as DeltaState
+    from orbax_delta.handler_v1 import v1_context as v1_context
+    from orbax_delta.handler_v1 import v1_release as v1_release
     from orbax_delta.recovery import restore_base as restore_base
     from orbax_delta.recovery import restore_latest_good as restore_latest_good
     from orbax_delta.steps import save_report as save_report
 
 _LAZY = {
     "DeltaCheckpointHandler": "handler",
+    "DeltaHandler": "handler_v1",
     "DeltaRestore": "handler",
     "DeltaSave": "handler",
+    "DeltaState": "handler_v1",
     "handler_registry": "handler",
     "restore_base": "recovery",
     "restore_latest_good": "recovery",
     "save_report": "steps",
+    "v1_context": "handler_v1",
+    "v1_release": "handler_v1",
 }
 
 

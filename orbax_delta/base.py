@@ -117,6 +117,23 @@ class Base:
             self._leaves[leaf.name] = found
         found.entries[box] = entry
 
+    @property
+    def held_bytes(self) -> int:
+        """Host memory that the contents take."""
+        return sum(
+            entry.content.nbytes
+            for leaf in self._leaves.values()
+            for entry in leaf.entries.values()
+            if entry is not None and entry.content is not None
+        )
+
+    def drop_contents(self) -> None:
+        """Keep the rows alone; what a save needs of the contents it reads."""
+        for leaf in self._leaves.values():
+            for entry in leaf.entries.values():
+                if entry is not None:
+                    entry.content = None
+
     def packs(self) -> set[str]:
         """Names of all packs that the rows refer to."""
         return {

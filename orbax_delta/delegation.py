@@ -16,6 +16,7 @@ from etils import epath
 
 from orbax_delta import leaves, shardings, trees
 from orbax_delta.errors import InvalidInputError, StructureError
+from orbax_delta.fallback import OnCorruption
 from orbax_delta.manifests import (
     MANIFEST_NAME,
     VALUE_KINDS,
@@ -87,9 +88,23 @@ def target(args: Any) -> Target | None:
     )
 
 
+def on_corruption(args: Any) -> OnCorruption:
+    """What restore arguments say is to become of a damaged step.
+
+    Raises:
+        InvalidInputError: They say neither of the two.
+    """
+    value = getattr(args, "on_corruption", "raise")
+    if value not in ("raise", "fallback"):
+        raise InvalidInputError(
+            f'DeltaRestore.on_corruption is {value!r}; expected "raise" or "fallback"'
+        )
+    return "fallback" if value == "fallback" else "raise"
+
+
 def _wanted(path: trees.Path, value: Any, args: Any) -> Wanted:
     """One leaf of the target of StandardRestore or DeltaRestore."""
-    if isinstance(value, _PLAIN_METADATA):
+    if isinstance(value, (*_PLAIN_METADATA, type)):
         return AS_SAVED
     wanted = wanted_of(path, value, strict=args.strict)
     fallback = getattr(args, "fallback_sharding", None)

@@ -6,26 +6,26 @@ handlers wrote are restored by them.
 """
 
 import dataclasses
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_delta import delegation, fallback, processes, save, steps, upkeep
+from orbax_delta import delegation, fallback, processes, steps
 from orbax_delta.errors import InvalidInputError, NotFoundError
 from orbax_delta.manifests import MANIFEST_NAME
-from orbax_delta.options import DeltaOptions
+from orbax_delta.options import DeltaOptions, options_of
 from orbax_delta.places import locate
 from orbax_delta.reports import RestoreReport, SaveReport
 from orbax_delta.save import SaveRequest
+from orbax_delta.sessions import Sessions
 from orbax_delta.store import Folder
-from orbax_delta.upkeep import ItemState
-
-_logger = logging.getLogger("orbax_delta")
 
 DEFAULT_ITEM = "default"
+
+V1_TYPESTR = "orbax_delta.handler_v1.DeltaHandler"
+"""Name under which Orbax records the handler of the v1 adapter."""
 
 
 class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
@@ -49,7 +49,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
         self.options = options or DeltaOptions()
         self.last_save_report: SaveReport | None = None
         self.last_restore_report: RestoreReport | None = None
-        self._states: dict[tuple[str, str], ItemState] = {}
+        self._sessions = Sessions()
 
     @classmethod
     def typestr(cls) -> str:
@@ -86,20 +86,12 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
         self, directory: epath.Path, args: ocp.args.CheckpointArgs
     ) -> SaveRequest:
         tree, custom_metadata = delegation.saved_item(args)
-        place = locate(str(directory))
-        return save.prepare(
-            tree,
-            place,
-            self.options,
-            custom_metadata=custom_metadata,
-            job=processes.job(self.options),
-            hurried=processes.preempted(place),
+        return processes.prepare(
+            tree, str(directory), self.options, custom_metadata=custom_metadata
         )
 
     def _run(self, request: SaveRequest) -> None:
-        place = request.place
-        state = self._states.setdefault((place.root_url or "", place.item), ItemState())
-        self.last_save_report = save.run(request, state)
+        self.last_save_report = self._sessions.save(request)
 
     def restore(
         self, directory: epath.Path, args: ocp.args.CheckpointArgs | None = None
@@ -116,17 +108,13 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
         place = locate(str(directory))
         if delegation.written_by_orbax(Folder(place.item_url)):
             return delegation.restore(directory, args)
-        result = fallback.run(
+        result = self._sessions.restore(
             place,
             delegation.target(args),
             self.options,
-            on_corruption=_on_corruption(args),
+            on_corruption=delegation.on_corruption(args),
         )
         self.last_restore_report = result.report
-        if place.root_url is not None and result.base.store_uuid:
-            state = self._states.setdefault((place.root_url, place.item), ItemState())
-            with state.lock:
-                state.base = result.base
         return result.tree
 
     def metadata(self, directory: epath.Path) -> Any:
@@ -150,13 +138,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
             NotFoundError: It is not there.
             ConflictError: Another job saved into the same folder.
         """
-        place = locate(str(directory))
-        upkeep.confirm(place, self._states.get((place.root_url or "", place.item)))
+        self._sessions.confirm(locate(str(directory)))
 
     def close(self) -> None:
         """Release pins and sweep; may be called more than once."""
-        for state in self._states.values():
-            upkeep.close(state, self.options)
+        self._sessions.close()
 
 
 @ocp.args.register_with_handler(DeltaCheckpointHandler, for_save=True)
@@ -196,6 +182,20 @@ class DeltaRestore(ocp.args.CheckpointArgs):
     on_corruption: fallback.OnCorruption = "raise"
 
 
+class _HandlerOfV1(DeltaCheckpointHandler):
+    """What a manager that is told of no handler makes for a step that v1 wrote."""
+
+    @classmethod
+    def typestr(cls) -> str:
+        return V1_TYPESTR
+
+
+@ocp.args.register_with_handler(_HandlerOfV1, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _RestoreOfV1(DeltaRestore):
+    """The arguments that such a manager then makes; both kinds have to be known."""
+
+
 def handler_registry(
     item: str | Sequence[str] | None = DEFAULT_ITEM, **options: Any
 ) -> ocp.handlers.DefaultCheckpointHandlerRegistry:
@@ -211,29 +211,10 @@ def handler_registry(
     Raises:
         InvalidInputError: An option is unknown or out of range.
     """
-    handler = DeltaCheckpointHandler(_options(options))
+    handler = DeltaCheckpointHandler(options_of(options))
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     names = [item] if item is None or isinstance(item, str) else list(item)
     for name in names:
         for args in (DeltaSave, DeltaRestore, *delegation.ORBAX_ARGS):
             registry.add(name, args, handler)
     return registry
-
-
-def _on_corruption(args: ocp.args.CheckpointArgs) -> fallback.OnCorruption:
-    value = getattr(args, "on_corruption", "raise")
-    if value not in ("raise", "fallback"):
-        raise InvalidInputError(
-            f'DeltaRestore.on_corruption is {value!r}; expected "raise" or "fallback"'
-        )
-    return "fallback" if value == "fallback" else "raise"
-
-
-def _options(values: Mapping[str, Any]) -> DeltaOptions:
-    known = [field.name for field in dataclasses.fields(DeltaOptions)]
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise InvalidInputError(
-            f"unknown options {unknown}; DeltaOptions has {', '.join(known)}"
-        )
-    return DeltaOptions(**values)

@@ -81,6 +81,18 @@ def snapshot(tree: Any, job: Job) -> Snapshot:
     return Snapshot(structure=flat.structure, leaves=[finish() for finish in staged])
 
 
+def storable(tree: Any) -> bool:
+    """Whether every leaf is of a type that `snapshot` takes; looks at no content."""
+    try:
+        values = trees.flatten(tree).values
+    except InvalidInputError:
+        return False
+    arrays = jax.Array | np.ndarray | np.generic
+    return all(
+        isinstance(value, arrays) or type(value) in _PLAIN_LEAVES for value in values
+    )
+
+
 def _stage(path: trees.Path, value: Any, job: Job) -> Callable[[], HostLeaf]:
     """Check one leaf and start its copy; the returned call finishes it."""
     if isinstance(value, jax.core.Tracer):

@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from orbax_delta import errors
 
@@ -115,6 +116,21 @@ class DeltaOptions:
     def worker_count(self) -> int:
         """Threads to use, resolved for this machine."""
         return self.threads or min(os.cpu_count() or 1, 16)
+
+
+def options_of(values: Mapping[str, Any]) -> DeltaOptions:
+    """Options from keyword arguments that users may have misspelt.
+
+    Raises:
+        InvalidInputError: An option is unknown or out of range.
+    """
+    known = [field.name for field in dataclasses.fields(DeltaOptions)]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise errors.InvalidInputError(
+            f"unknown options {unknown}; DeltaOptions has {', '.join(known)}"
+        )
+    return DeltaOptions(**values)
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

@@ -71,4 +71,25 @@ def locate(directory: str) -> Place:
     by_manager = _STEP_NAME.fullmatch(step) and (not temporary or step_name != step)
     if by_manager and root:
         return Place(item_url=directory, step_name=step, item=item, root_url=root)
-    return Place(item_url=directory, step_name=item, item="", root_url=None)
+    return _alone(directory, item)
+
+
+def locate_save(directory: str) -> Place:
+    """The place of a save that begins; v1's free functions are told from managers too.
+
+    A manager's temporary item lies in a temporary step. `v1.save_checkpointables(path)`
+    gives the suffix to `path` alone, and what is saved there stands for itself whatever
+    the path ends in. Only a save can tell: a step that is being finished reads like
+    that for a moment.
+
+    >>> locate_save("/models/v7.orbax-checkpoint-tmp/params").root_url is None
+    True
+    """
+    parent, _, name = directory.rstrip("/").rpartition("/")
+    if parent.endswith(TEMPORARY_SUFFIX) and not name.endswith(TEMPORARY_SUFFIX):
+        return _alone(directory, name)
+    return locate(directory)
+
+
+def _alone(directory: str, name: str) -> Place:
+    return Place(item_url=directory, step_name=name, item="", root_url=None)

@@ -1,15 +1,42 @@
-"""What Orbax and JAX know of the processes of this job, for both adapters.
+"""The blocking phase of both adapters: which processes save, and why now.
 
-Does not belong here: how the processes agree (`hosts`).
+All that has to be asked of Orbax and JAX before a save. Does not belong here: how the
+processes agree (`hosts`).
 """
+
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from orbax_delta import places, save
 from orbax_delta.errors import InvalidInputError
 from orbax_delta.hosts import Job
+from orbax_delta.manifests import Json
 from orbax_delta.options import DeltaOptions
-from orbax_delta.places import Place
+from orbax_delta.save import SaveRequest
+
+
+def prepare(
+    tree: Any, directory: str, options: DeltaOptions, *, custom_metadata: Json = None
+) -> SaveRequest:
+    """The blocking phase of a save into an item's directory.
+
+    Raises:
+        InvalidInputError: A leaf or the metadata cannot be stored, on any process.
+    """
+    place = places.locate_save(directory)
+    # Orbax has asked the same of the same step when it decided to save it, so that all
+    # processes get the same answer.
+    preempted = place.step is not None and ocp.multihost.reached_preemption(place.step)
+    return save.prepare(
+        tree,
+        place,
+        options,
+        custom_metadata=custom_metadata,
+        job=job(options),
+        hurried=bool(preempted),
+    )
 
 
 def job(options: DeltaOptions) -> Job:
@@ -29,12 +56,3 @@ def job(options: DeltaOptions) -> Job:
         return Job(process=own, processes=together)
     client = ocp.multihost.get_jax_distributed_client()
     return Job(process=own, processes=together, client=client)
-
-
-def preempted(place: Place) -> bool:
-    """Whether this step is saved because a machine is about to be taken away.
-
-    Orbax has asked the same of the same step when it decided to save it, so that all
-    processes get the same answer.
-    """
-    return place.step is not None and bool(ocp.multihost.reached_preemption(place.step))

@@ -5,6 +5,7 @@ import os
 from typing import Any, Protocol
 
 import orbax.checkpoint as ocp
+from orbax.checkpoint import v1
 
 from orbax_delta import delegation, fallback, listing, restore
 from orbax_delta.errors import (
@@ -18,6 +19,8 @@ from orbax_delta.places import locate
 
 _logger = logging.getLogger("orbax_delta")
 
+_V1_ITEM = "state"
+
 
 class _Manager(Protocol):
     directory: Any
@@ -29,8 +32,26 @@ class _Manager(Protocol):
     def restore(self, step: int | None, args: Any = None) -> Any: ...
 
 
+class _ManagerOfV1:
+    """A v1 Checkpointer with the methods of a CheckpointManager."""
+
+    def __init__(self, checkpointer: v1.training.Checkpointer) -> None:
+        self._checkpointer = checkpointer
+        self.directory = checkpointer.directory
+        self.reload = checkpointer.reload
+
+    def all_steps(self) -> list[int]:
+        return [found.step for found in self._checkpointer.checkpoints]
+
+    def restore(self, step: int | None, args: Any = None) -> Any:
+        return self._checkpointer.load_checkpointables(step, dict(args.items()))
+
+
 def restore_latest_good(
-    manager: _Manager, target: Any = None, *, item: str = DEFAULT_ITEM
+    manager: _Manager | v1.training.Checkpointer,
+    target: Any = None,
+    *,
+    item: str | None = None,
 ) -> tuple[int | None, Any]:
     """Restore the newest state that is not damaged: a step, or else a kept base.
 
@@ -38,9 +59,11 @@ def restore_latest_good(
     logged as an error for each step passed over.
 
     Args:
-        manager: An `ocp.CheckpointManager`.
+        manager: An `ocp.CheckpointManager`, or a `v1.training.Checkpointer` with
+            `v1_context`.
         target: As for `DeltaRestore`.
-        item: Which item, for a manager of several.
+        item: Which item, for a manager of several; None: `default`, of a Checkpointer
+            `state`, which are what Orbax calls the only one.
 
     Returns:
         The step and its tree; of a base the step that it was, None if that had no
@@ -52,6 +75,10 @@ def restore_latest_good(
         CorruptionError: No step and no base restores.
         NotFoundError: There is no step and no base.
     """
+    name = item or DEFAULT_ITEM
+    if isinstance(manager, v1.training.Checkpointer):
+        name = item or _V1_ITEM
+        manager = _ManagerOfV1(manager)
     # The manager's own list can hold steps whose save failed.
     manager.reload()
     steps = sorted(manager.all_steps(), reverse=True)
@@ -64,8 +91,8 @@ def restore_latest_good(
     while steps:
         step = steps.pop(0)
         try:
-            _require_item(manager, step, item)
-            return step, _restore(manager, step, target, item)
+            _require_item(manager, step, name)
+            return step, _restore(manager, step, target, name)
         except UnsupportedVersionError:
             raise  # what a newer package wrote is no damage
         except passed_over as error:
@@ -78,7 +105,7 @@ def restore_latest_good(
                 # Those in between were found damaged when the error was made.
                 steps = steps[steps.index(whole) :]
     try:
-        return restore_base(manager.directory, target, item=item)
+        return restore_base(manager.directory, target, item=name)
     except NotFoundError:
         if not damaged:
             raise NotFoundError(f"{manager.directory} holds no step") from None
@@ -147,7 +174,7 @@ def restore_base(
 
 def _restore(manager: _Manager, step: int, target: Any, item: str) -> Any:
     args = DeltaRestore(target)
-    if item == DEFAULT_ITEM:
+    if item == DEFAULT_ITEM and not isinstance(manager, _ManagerOfV1):
         return manager.restore(step, args=args)
     return manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
 

@@ -204,14 +204,19 @@ def confirm(place: Place, state: ItemState | None) -> None:
     )
 
 
+def release(state: ItemState) -> None:
+    """Let go of the last save's pin; may be called twice."""
+    if state.store is not None and state.pin is not None:
+        _let_go(state.store, state, state.pin)
+        state.pin = None
+
+
 def close(state: ItemState, options: DeltaOptions) -> None:
     """Let go of the last save's pin and sweep once more; may be called twice."""
     with state.lock:
         if state.store is None:
             return
-        if state.pin is not None:
-            _let_go(state.store, state, state.pin)
-            state.pin = None
+        release(state)
         state.seen = None  # that pin may have held packs back
         tidy(state.store, state, options, saved=None)
         state.store = None

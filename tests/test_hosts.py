@@ -7,6 +7,7 @@ fail in `test_process_drills`.
 
 import collections
 import concurrent.futures
+import contextlib
 import threading
 
 import hypothesis
@@ -141,10 +142,9 @@ def test_the_error_of_one_is_raised_by_all(service, process, error, expected):
 
     def run(agreed):
         fail = error if agreed.job.process == process else None
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             return save(agreed, fail=fail)
-        except (Exception, KeyboardInterrupt) as raised:
-            return raised
+        return error
 
     results = together(run, *rounds(service, 3))
     assert results.pop(process) is error

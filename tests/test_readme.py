@@ -12,7 +12,7 @@ def test_every_python_block_runs(root, capsys):
     namespace = {"root": root}
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     out = capsys.readouterr().out
     assert "times smaller" in out
     assert namespace["step"] in range(5)
