@@ -45,14 +45,33 @@ _TRIED = {
     "kills": "killed processes",
     "damage_cases": "damage cases",
     "races": "interleavings",
+    "restores": "restores by several processes",
     "fuzz_inputs": "hostile inputs",
 }
 """Properties that tests record (`record_property`), and what they count."""
 
 
+def _write_tables(terminalreporter, reports):
+    """Rows that tests recorded as `record_property("table: TITLE", row)`, by title."""
+    tables = {}
+    for report in reports:
+        for name, row in report.user_properties:
+            kind, _, title = name.partition(": ")
+            if kind == "table":
+                tables.setdefault(title, []).append(row)
+    for title, rows in tables.items():
+        cells = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        terminalreporter.write_line(f"{title}:")
+        for line in cells:
+            padded = (cell.ljust(width) for cell, width in zip(line, widths))
+            terminalreporter.write_line("  " + "  ".join(padded).rstrip())
+
+
 def pytest_terminal_summary(terminalreporter):
     """Sum up what passed tests tried; a wrong value or a lost step fails its test."""
     passed = terminalreporter.stats.get("passed", [])
+    _write_tables(terminalreporter, passed)
     totals = dict.fromkeys(_TRIED, 0)
     for report in passed:
         for name, value in report.user_properties:

@@ -27,6 +27,7 @@ from orbax_delta import (
     DeltaState,
     check,
     handler_v1,
+    processes,
     sessions,
     testing,
     v1_context,

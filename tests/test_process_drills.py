@@ -1,0 +1,373 @@
+"""Drills with real processes: one fails, is late, disagrees, is killed, is preempted.
+
+After each of them every process knows what happened and to whom, the next save is
+right, every committed step is whole, and nothing is left behind in the coordination
+service or, once pruned, in the store. No duration is asserted; a table shows them.
+"""
+
+import contextlib
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+import strategies
+from expected import assert_restored
+from processes import Job
+
+TABLE = "table: seconds from the call of save() until every process had the error"
+ENDS = "table: seconds from SIGKILL until every other process had ended"
+
+MESH = "mixed"
+SIZE = 4
+OTHER = 2
+"""The process that is to blame, unless it is the primary."""
+
+PATIENCE = 2.0
+"""`vote_timeout` where somebody is kept waiting on purpose."""
+
+
+@pytest.fixture(scope="module")
+def shared_job(tmp_path_factory):
+    """One job for all drills that it survives; a function that gives it."""
+    started = []
+
+    def give():
+        if not started or not started[-1].is_alive:
+            started.append(Job(SIZE, tmp_path_factory.mktemp("job")))
+        return started[-1]
+
+    yield give
+    for job in started:
+        if job.is_alive:
+            job.close()
+
+
+@pytest.fixture
+def job(shared_job):
+    """A job of four; a drill that fails ends it."""
+    return shared_job()
+
+
+def good_save(job, step):
+    """A save that goes well everywhere."""
+    answers = job.do("save", step=step, version=step, mesh=MESH)
+    assert [answer["error"] for answer in answers] == [None] * job.size
+    return answers
+
+
+def good_restore(job, step):
+    """A restore, bit by bit."""
+    assert_restored(job.do("restore", step=step, mesh=MESH), step)
+
+
+@contextlib.contextmanager
+def drill(job, root, *, steps=(0, 2), **options):
+    """Around a save of step 1 with trouble: one before it, one after, all in order."""
+    try:
+        before = job.do("keys")
+        job.do("open", root=str(root), **options)
+        good_save(job, 0)
+        yield
+        job.do("mend")
+        good_save(job, 2)
+        for step in steps:
+            good_restore(job, step)
+        left = job.do("keys")
+        job.do("close")
+    except BaseException:
+        job.kill_all()  # the next drill begins with another
+        raise
+    strategies.check_clean(root, steps)
+    # Each drill answers for its own: what an earlier one left does not count here.
+    assert left == before
+
+
+def assert_all_failed(answers, culprit, cause, *, kind, where="wait"):
+    """Everybody has an error of this kind that names the cause, and whose it is."""
+    for rank, answer in enumerate(answers):
+        error = answer["error"]
+        assert error is not None, f"process {rank} knows of nothing"
+        assert (error["kind"], answer["where"]) == (kind, where), (rank, error)
+        assert re.search(cause, error["message"]), (rank, error)
+        if rank != culprit and culprit is not None:
+            assert f"process {culprit}" in error["message"], (rank, error)
+
+
+def entered(record_property, name, culprit, answers):
+    """A row of the table."""
+    seconds = max(answer["seconds"] for answer in answers)
+    who = {None: "all", 0: "the primary"}.get(culprit, f"process {culprit}")
+    row = {"drill": name, "whose": who, "seconds": f"{seconds:.2f}"}
+    record_property(TABLE, row)
+    record_property("failures", 1)
+
+
+# --- the state does not fit -----------------------------------------------------------
+
+
+def test_a_leaf_that_nobody_can_store(job, root, record_property):
+    """Alike on all processes: raised by `save()` itself, at once."""
+    with drill(job, root):
+        answers = job.do("save", step=1, version=1, mesh=MESH, edit="odd leaf")
+        assert_all_failed(
+            answers, None, r"leaf odd is a builtins\.object", where="save",
+            kind="InvalidInputError",
+        )  # fmt: skip
+        entered(record_property, "a leaf that cannot be stored", None, answers)
+
+
+@pytest.mark.parametrize("culprit", [0, OTHER])
+@pytest.mark.parametrize(
+    ("edit", "kind", "cause"),
+    [
+        ("odd leaf", "InvalidInputError", r"leaf odd is a builtins\.object"),
+        ("extra leaf", "DisagreementError", "not that of the primary: 1[01] leaves"),
+        ("other dtype", "DisagreementError", "not that of the primary.*leaf.* host"),
+    ],
+)
+def test_a_tree_that_one_process_has_wrong(
+    job, root, edit, kind, cause, culprit, record_property
+):
+    """No process leaves the others waiting; who differs from the primary is named."""
+    with drill(job, root):
+        wrong = {culprit: {"edit": edit}}
+        answers = job.do("save", wrong, step=1, version=1, mesh=MESH)
+        # Where the primary is the odd one all others differ from it.
+        named = culprit if culprit or edit == "odd leaf" else None
+        assert_all_failed(answers, named, cause, kind=kind)
+        entered(record_property, edit, culprit, answers)
+
+
+def test_values_that_one_process_has_otherwise(job, root):
+    """Of what is on the hosts the primary's counts, whole, as with Orbax."""
+    with drill(job, root, steps=(0, 1, 2)):
+        wrong = {OTHER: {"edit": "other values"}}
+        answers = job.do("save", wrong, step=1, version=1, mesh=MESH)
+        assert [answer["error"] for answer in answers] == [None] * SIZE
+
+
+# --- the storage of one process fails -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "culprit", "url"),
+    [
+        ("cannot write a pin", OTHER, "*/pins/*"),
+        ("cannot write a pack", OTHER, "*/packs/*"),
+        ("cannot write a pack", 0, "*/packs/*"),
+        ("cannot write a part", OTHER, "*/part-*"),
+        ("cannot write the MANIFEST", 0, "*tmp/MANIFEST"),
+    ],
+)
+def test_a_store_that_fails_one_process(job, root, name, culprit, url, record_property):
+    """The error of one is the error of all, with its words."""
+    with drill(job, root):
+        rule = {"rule": "fail", "kind": "write", "url": url}
+        job.do("break", {culprit: {"rules": [rule]}})
+        answers = job.do("save", step=1, version=1, mesh=MESH)
+        words = f"could not write .*{url.strip('*')}.*Input/output error"
+        assert_all_failed(answers, culprit, words, kind="StorageError")
+        entered(record_property, name, culprit, answers)
+
+
+def test_a_write_that_lands_in_the_next_attempt(job, root, record_property):
+    """What a failed attempt still writes never becomes part of the next one."""
+    with drill(job, root, steps=(0, 1, 2)):
+        rules = [
+            {"rule": "late", "kind": "write", "url": url}
+            for url in ("*/packs/*", "*/part-*")
+        ]
+        # The pack that fails ends the first attempt; its part fails in the second.
+        job.do("break", {OTHER: {"rules": rules}})
+        for _ in range(2):
+            answers = job.do("save", step=1, version=1, mesh=MESH)
+            assert_all_failed(answers, OTHER, "Input/output error", kind="StorageError")
+        good_save(job, 1)
+    stray = {path.name for path in (root / "1/default").glob("part-*")}
+    named = {part.name for part in strategies.read_step(root, 1).manifest.parts}
+    assert named < stray
+    record_property("failures", 2)
+
+
+# --- somebody is late -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("culprit", "url"), [(OTHER, "*/packs/*"), (OTHER, "*/part-*"), (0, "*/packs/*")]
+)
+def test_a_process_that_is_held_up(job, root, culprit, url, record_property):
+    """Nobody waits longer than `vote_timeout`, and the late one gives up too."""
+    with drill(job, root, vote_timeout=PATIENCE):
+        rule = {"rule": "hold", "kind": "write", "url": url, "times": 1}
+        job.do("break", {culprit: {"rules": [rule]}})
+        job.tell("save", step=1, version=1, mesh=MESH)
+        job.await_note(culprit, "held")
+        answers = dict(zip(range(SIZE), [None] * SIZE))
+        others = [rank for rank in range(SIZE) if rank != culprit]
+        answers |= dict(zip(others, job.hear(others)))
+        job.release(culprit)
+        (answers[culprit],) = job.hear([culprit])
+        name = f"process {culprit}" if culprit else "primary"
+        words = f"{name} did not answer within 2 s"
+        assert_all_failed(answers.values(), None, words, kind="PeerError")
+        entered(record_property, "held up", culprit, [answers[rank] for rank in others])
+
+
+def test_the_primary_comes_too_late_with_its_verdict(job, root, record_property):
+    """The others have given up: the MANIFEST that is there already goes again."""
+    with drill(job, root, vote_timeout=PATIENCE):
+        rule = {"rule": "hold after", "kind": "write", "url": "*tmp/MANIFEST"}
+        job.do("break", {0: {"rules": [rule]}})
+        job.tell("save", step=1, version=1, mesh=MESH)
+        job.await_note(0, "held")
+        answers = job.hear([1, 2, 3])
+        tmp = root / "1.orbax-checkpoint-tmp"
+        assert list(tmp.rglob("MANIFEST"))
+        job.release(0)
+        answers = [*job.hear([0]), *answers]
+        assert_all_failed(
+            answers, None, "primary did not answer within 2 s", kind="PeerError"
+        )
+        assert not list(tmp.rglob("MANIFEST"))
+        entered(record_property, "a verdict too late", 0, answers)
+
+
+def test_giving_up_too_late(job, root):
+    """Who is about to give up when the verdict comes obeys it: the step counts."""
+    with drill(job, root, steps=(0, 1, 2), vote_timeout=PATIENCE):
+        rule = {"rule": "hold", "kind": "write", "url": "*tmp/MANIFEST"}
+        waiting = {rank: {"decision": "wait"} for rank in (1, 2, 3)}
+        job.do("break", {0: {"rules": [rule], "decision": "tell"}, **waiting})
+        job.tell("save", step=1, version=1, mesh=MESH)
+        for rank in range(SIZE):
+            job.await_note(rank, "held")
+        job.release(0)
+        job.await_note(0, "decided")
+        for rank in waiting:
+            job.release(rank)
+        answers = job.hear(range(SIZE))
+        assert [answer["error"] for answer in answers] == [None] * SIZE
+
+
+# --- a directory that is not shared ---------------------------------------------------
+
+
+def test_a_process_with_another_folder(job, root, tmp_path, record_property):
+    """Found out at the first save: named, with what to do."""
+    (tmp_path / "elsewhere").mkdir()
+    elsewhere = {OTHER: {"root": str(tmp_path / "elsewhere")}}
+    job.do("open", elsewhere, root=str(root))
+    answers = job.do("save", step=0, version=0, mesh=MESH)
+    assert_all_failed(
+        answers, OTHER, "not shared between the hosts", kind="DisagreementError"
+    )
+    entered(record_property, "another folder", OTHER, answers)
+    job.do("close")
+    with drill(job, root):
+        pass
+
+
+PRIVATE = 'mount -t tmpfs none "$1" && shift && exec "$@"'
+
+
+def test_a_folder_that_is_another_disk_there(root, tmp_path, record_property):
+    """The same name on all hosts, but one of them has a disk of its own behind it."""
+    root.mkdir()
+    around = ["unshare", "-rm", "sh", "-c", PRIVATE, "sh", str(root)]
+    if shutil.which("unshare") is None:
+        pytest.skip("this system has no `unshare` to mount a private disk with")
+    probe = subprocess.run([*around, "true"], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"no file system can be mounted here: {probe.stderr.strip()}")
+    with Job(2, tmp_path / "job", around={1: around}) as job:
+        job.do("open", root=str(root))
+        for step in range(2):
+            answers = job.do("save", step=step, version=step, mesh=MESH)
+            assert_all_failed(
+                answers, 1, "not shared between the hosts", kind="DisagreementError"
+            )
+        entered(record_property, "a private disk", 1, answers)
+    strategies.check_clean(root, [])
+
+
+# --- killed ---------------------------------------------------------------------------
+
+HEARTBEAT = 3
+"""Seconds; jax's default is 100."""
+
+_GRACE = 15
+
+
+@pytest.mark.parametrize(
+    ("victim", "rule", "fewer"),
+    [
+        (OTHER, None, 2),
+        (OTHER, {"rule": "hold", "kind": "write", "url": "*/part-*"}, 4),
+        (0, {"rule": "hold", "kind": "write", "url": "*tmp/MANIFEST"}, 2),
+        (0, {"rule": "hold after", "kind": "write", "url": "*tmp/MANIFEST"}, 1),
+    ],
+)
+def test_a_killed_process(root, tmp_path, victim, rule, fewer, record_property):
+    """Jax ends the others; a restarted job, also a smaller one, goes on."""
+    with Job(SIZE, tmp_path / "first", heartbeat_seconds=HEARTBEAT) as job:
+        job.do("open", root=str(root))
+        good_save(job, 0)
+        good_save(job, 1)
+        if rule is not None:
+            job.do("break", {victim: {"rules": [rule]}})
+            job.tell("save", step=2, version=2, mesh=MESH)
+            job.await_note(victim, "held")
+        job.send_signal(victim, signal.SIGKILL)
+        others = [rank for rank in range(SIZE) if rank != victim]
+        seconds = job.ends(others, HEARTBEAT + _GRACE)
+        assert "another task died" in job.errors_of(others[-1])
+    moment = "between saves" if rule is None else f"{rule['rule']} {rule['url']}"
+    row = {
+        "killed": victim,
+        "while": moment,
+        "heartbeat": HEARTBEAT,
+        "seconds": f"{max(seconds.values()):.1f}",
+    }
+    record_property(ENDS, row)
+    record_property("kills", 1)
+    with Job(fewer, tmp_path / "second") as job:
+        assert job.do("open", root=str(root)) == [{"steps": [0, 1]}] * fewer
+        for step in (0, 1):
+            good_restore(job, step)
+        good_save(job, 2)
+        good_restore(job, 2)
+        job.do("close")
+    strategies.check_clean(root, [0, 1, 2])
+
+
+# --- preempted ------------------------------------------------------------------------
+
+
+def test_a_preempted_process(root, tmp_path, record_property):
+    """SIGTERM to one: all save the same step, hurriedly; a smaller job goes on."""
+    with Job(SIZE, tmp_path / "first") as job:
+        job.do("open", root=str(root), refresh_every=1)
+        told = {OTHER: {"signalled": 7}}
+        answers = job.do("train_until_preempted", told, step=0, mesh=MESH)
+        steps = {answer["step"] for answer in answers}
+        assert len(steps) == 1
+        (last,) = steps
+        for answer in answers:
+            assert answer["last"]["error"] is None
+            # Frozen leaves are written anew by each save here, not by this one.
+            *_, before = answer["saves"]
+            assert before["report"]["chunks_by_form"].get("reference", 0) == 0
+            assert answer["last"]["report"]["chunks_by_form"]["reference"] > 0
+        job.do("close")
+    with Job(2, tmp_path / "second") as job:
+        (found, _) = job.do("open", root=str(root))
+        assert found["steps"][-1] == last
+        for step in found["steps"]:
+            good_restore(job, step)
+        good_save(job, last + 1)
+        good_restore(job, last + 1)
+        job.do("close")
+    strategies.check_clean(root, [*found["steps"], last + 1])
+    record_property("restores", len(found["steps"]) + 1)
