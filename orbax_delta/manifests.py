@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from orbax_delta import dtypes, fields, jsontext
 from orbax_delta.chunks import MAX_DIMENSIONS
@@ -225,20 +225,49 @@ class Manifest:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Header line and compressed JSON; equal manifests give equal bytes."""
-    document = dataclasses.asdict(manifest)
-    # Most leaves share one of a few shardings: a table keeps the file small.
-    table: list[Json] = [None]
-    for leaf in document["leaves"]:
-        if leaf["sharding"] not in table:
-            table.append(leaf["sharding"])
-        leaf["sharding"] = table.index(leaf["sharding"])
-    document["shardings"] = table
+    # Not `dataclasses.asdict`, which copies every sharding of every leaf.
+    document = _fields_of(manifest, _MANIFEST_FIELDS.keys() - {"shardings"})
+    table = _ShardingTable()
+    document["leaves"] = [
+        _fields_of(leaf, _LEAF_FIELDS) | {"sharding": table.index(leaf.sharding)}
+        for leaf in manifest.leaves
+    ]
+    document["parts"] = [_fields_of(part, _PART_FIELDS) for part in manifest.parts]
+    document["shardings"] = table.documents
     text = json.dumps(
         document, sort_keys=True, separators=(",", ":"), allow_nan=False
     ).encode()
     body = compress_text(text, _ZSTD_LEVEL)
     header = f"{_MAGIC} {FORMAT_VERSION} {digest(body).hex()} {len(text)}\n"
     return header.encode() + body
+
+
+def _fields_of(value: object, names: Iterable[str]) -> dict[str, Json]:
+    return {name: getattr(value, name) for name in names}
+
+
+class _ShardingTable:
+    """The distinct shardings of a step: most leaves share one of a few.
+
+    Attributes:
+        documents: They, in order of their first leaves; the first is None.
+    """
+
+    def __init__(self) -> None:
+        self.documents: list[Json] = [None]
+        self._by_text = {"null": 0}
+        self._by_identity: dict[int, int] = {}
+
+    def index(self, document: Json) -> int:
+        """Place of a sharding that is kept alive as long as this table."""
+        found = self._by_identity.get(id(document))
+        if found is None:
+            text = json.dumps(document, sort_keys=True)
+            found = self._by_text.setdefault(text, len(self.documents))
+            if found == len(self.documents):
+                self.documents.append(document)
+            self._by_identity[id(document)] = found
+        return found
 
 
 def parse_manifest(data: bytes, *, where: str) -> Manifest:
@@ -368,27 +397,31 @@ def _leaf(document: Json, shardings: Sequence[Json]) -> LeafEntry:
             "sharding": shardings[document["sharding"]],
         }
     )
-    name = f"{entry.name:.300}"
+    problem = _leaf_problem(entry)
+    if problem:
+        raise InvalidInputError(f"leaf {entry.name:.300} {problem}")
+    return entry
+
+
+def _leaf_problem(entry: LeafEntry) -> str | None:
+    """What no writer makes about its fields, which have the right types."""
     if entry.kind not in ARRAY_KINDS | VALUE_KINDS:
-        raise InvalidInputError(f"leaf {name} has the unknown kind {entry.kind!r:.80}")
+        return f"has the unknown kind {entry.kind!r:.80}"
     if not _is_shape(entry.kind, entry.shape):
-        raise InvalidInputError(
-            f"leaf {name} has the shape {fields.short(document['shape'])}"
-        )
+        return f"has the shape {fields.short(list(entry.shape))}"
     if entry.kind in ARRAY_KINDS:
         _ = entry.element
     elif entry.dtype or entry.shape:
-        raise InvalidInputError(f"leaf {name} is no array but has a dtype")
+        return "is no array but has a dtype"
     if entry.kind in _TEXT_KINDS and entry.dtype != "uint8":
-        raise InvalidInputError(f"leaf {name} is text in {entry.dtype}, not in uint8")
+        return f"is text in {entry.dtype}, not in uint8"
     if entry.memory_bytes > fields.MAX_COUNT // _LARGEST_ITEM_BYTES:
-        raise InvalidInputError(f"leaf {name} of shape {entry.shape} is too large")
+        return f"of shape {entry.shape} is too large"
     if entry.sharding is not None and entry.kind not in _PLACED_KINDS:
-        raise InvalidInputError(f"leaf {name} is no jax array but has a sharding")
+        return "is no jax array but has a sharding"
     if not _is_value(entry.kind, entry.value):
-        value = fields.short(entry.value)
-        raise InvalidInputError(f"leaf {name} has the value {value}")
-    return entry
+        return f"has the value {fields.short(entry.value)}"
+    return None
 
 
 def _is_shape(kind: str, shape: Sequence[Json]) -> bool:

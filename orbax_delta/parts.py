@@ -1,18 +1,24 @@
 """Rows and the part file that holds them (FORMAT.md section 7).
 
 A row says of one chunk which content it has and which records make it, full record
-first. Columns instead of row structs, so that zstd finds the regularities. Pure bytes.
+first. Columns instead of row structs, so that zstd finds the regularities; a host may
+have millions of them. Pure bytes.
 """
 
 import dataclasses
+import functools
+import itertools
+import operator
 import struct
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from orbax_delta.chunks import MAX_DIMENSIONS, Box
-from orbax_delta.codecs import FORM_NUMBERS, Form
-from orbax_delta.dtypes import CAST_WORD_BYTES, RULE_NUMBERS, Rule, source_bytes
+from orbax_delta.codecs import Form
+from orbax_delta.columns import INLINE, WORD_BYTES, Columns, body_bytes
+from orbax_delta.dtypes import Rule, source_bytes
 from orbax_delta.errors import CorruptionError, FormatError
 from orbax_delta.frames import compress_text, decompress_text
 from orbax_delta.options import MAX_CHAIN_LIMIT
@@ -20,14 +26,22 @@ from orbax_delta.records import DIGEST_BYTES, FORMAT_VERSION, check_magic
 
 PART_MAGIC = b"ODPART\r\n"
 _HEAD = struct.Struct("<8sHHIIIQ16s")
-_INLINE = 0xFFFFFFFF
 _MAX_ROWS = 1 << 26
 _ZSTD_LEVEL = 3
+# What a reader holds besides its rows: those made at a time, what it knows by heart.
+_BLOCK_ROWS = 4096
+_MOST_BOXES = 1 << 16
+
+_FORMS = {int(form): form for form in Form}
+_RULES = {int(rule): rule for rule in Rule}
+_BOUND_BYTES = 8
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ref:
+class Ref(NamedTuple):
     """Where one record of a chunk lies, or the word of a constant one.
+
+    A tuple, because there are several to a row: it is made, compared and hashed five
+    times as fast as a frozen dataclass.
 
     Attributes:
         form: The record's form.
@@ -74,25 +88,34 @@ class Row:
 
 def encode_part(attempt: bytes, rows: Sequence[Row], packs: Sequence[str]) -> bytes:
     """The bytes of a part; `packs` is the MANIFEST's list that refs index into."""
-    pack_index = {name: index for index, name in enumerate(packs)}
+    pack_index = {name: index for index, name in enumerate(packs)} | {"": INLINE}
     refs = [ref for row in rows for ref in row.refs]
     bounds = [edge for row in rows for pair in row.box for edge in pair]
-    inline = [_inline_word(ref) for ref in refs]
+
+    def of_rows(name: str, dtype: str) -> np.ndarray:
+        return np.fromiter(map(operator.attrgetter(name), rows), dtype, len(rows))
+
+    def of_refs(name: str, dtype: str) -> np.ndarray:
+        return np.fromiter(map(operator.attrgetter(name), refs), dtype, len(refs))
+
+    offset, length = of_refs("offset", "<u4"), of_refs("length", "<u4")
+    for index, ref in enumerate(refs):
+        if not ref.pack:
+            offset[index], length[index] = _inline_word(ref)
+    packs_of_refs = map(operator.attrgetter("pack"), refs)
     columns = (
-        np.array([row.leaf for row in rows], "<u4"),
-        np.array([len(row.box) for row in rows], "u1"),
-        np.array([row.rule for row in rows], "u1"),
-        np.array([row.since for row in rows], "<i2"),
-        np.array([row.age for row in rows], "<i2"),
-        np.array([len(row.refs) for row in rows], "u1"),
+        of_rows("leaf", "<u4"),
+        np.fromiter((len(row.box) for row in rows), "u1", len(rows)),
+        of_rows("rule", "u1"),
+        of_rows("since", "<i2"),
+        of_rows("age", "<i2"),
+        np.fromiter((len(row.refs) for row in rows), "u1", len(rows)),
         np.frombuffer(b"".join(row.digest for row in rows), "u1"),
-        np.array(bounds, "<u8"),
-        np.array([ref.form for ref in refs], "u1"),
-        np.array(
-            [pack_index[ref.pack] if ref.pack else _INLINE for ref in refs], "<u4"
-        ),
-        np.array([ref.offset or low for ref, (low, _) in zip(refs, inline)], "<u4"),
-        np.array([ref.length or high for ref, (_, high) in zip(refs, inline)], "<u4"),
+        np.fromiter(bounds, "<u8", len(bounds)),
+        of_refs("form", "u1"),
+        np.fromiter(map(pack_index.__getitem__, packs_of_refs), "<u4", len(refs)),
+        offset,
+        length,
     )
     body = b"".join(column.tobytes() for column in columns)
     head = _HEAD.pack(
@@ -138,7 +161,7 @@ def parse_part(
     check_magic(data, PART_MAGIC, "part")
     if len(data) < _HEAD.size:
         raise CorruptionError(f"a part of {len(data)} bytes has no header")
-    _, _, flags, row_count, ref_count, bound_count, body_bytes, owner = (
+    _, _, flags, row_count, ref_count, bound_count, announced, owner = (
         _HEAD.unpack_from(data)
     )
     if owner != attempt:
@@ -157,119 +180,123 @@ def parse_part(
             f"a part has flags {flags}, {bound_count} bounds and {ref_count} records "
             f"for {row_count} rows; no such part in this format version"
         )
-    expected = row_count * (11 + DIGEST_BYTES) + bound_count * 8 + ref_count * 13
-    if body_bytes != expected or max(row_count, ref_count) > _MAX_ROWS:
+    expected = body_bytes(row_count, ref_count, bound_count)
+    if announced != expected or max(row_count, ref_count) > _MAX_ROWS:
         raise CorruptionError(
-            f"a part announces {body_bytes} bytes for {row_count} rows and "
+            f"a part announces {announced} bytes for {row_count} rows and "
             f"{ref_count} records; expected {expected}"
         )
-    body = memoryview(decompress_text(memoryview(data)[_HEAD.size :], body_bytes))
-    columns = _Columns.split(body, row_count, ref_count, bound_count)
-    return columns.rows(packs, words)
+    body = memoryview(decompress_text(memoryview(data)[_HEAD.size :], announced))
+    columns = Columns.split(body, row_count, ref_count, bound_count)
+    columns.check(len(packs), words)
+    return _RowMaker(columns, packs, words).rows()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Columns:
-    leaf: list[int]
-    ndim: list[int]
-    rule: list[int]
-    since: list[int]
-    age: list[int]
-    ref_counts: list[int]
-    digests: bytes
-    bounds: list[int]
-    form: list[int]
-    pack: list[int]
-    offset: list[int]
-    length: list[int]
+class _RowMaker:
+    """Rows of checked columns, some thousand at a time.
 
-    @classmethod
-    def split(
-        cls, body: memoryview, row_count: int, ref_count: int, bound_count: int
-    ) -> "_Columns":
-        position = 0
+    Leaves of one shape have the same boxes, and a derived chunk has the list of its
+    source. Those are made once, which halves the memory that rows take.
+    """
 
-        def take(dtype: str, count: int) -> np.ndarray:
-            nonlocal position
-            column = np.frombuffer(body, dtype, count, position)
-            position += column.nbytes
-            return column
+    def __init__(
+        self, columns: Columns, packs: Sequence[str], words: Sequence[int]
+    ) -> None:
+        self._columns = columns
+        self._packs = [*packs, ""]
+        self._words = words
+        self._list_edges = columns.list_edges()
+        self._bound_edges = columns.bound_edges()
+        self._places = _repeated_places(columns, self._list_edges)
+        self._lists: dict[int, tuple[Ref, ...]] = {}
+        self._boxes: dict[bytes, Box] = {}
 
-        columns = cls(
-            leaf=take("<u4", row_count).tolist(),
-            ndim=take("u1", row_count).tolist(),
-            rule=take("u1", row_count).tolist(),
-            since=take("<i2", row_count).tolist(),
-            age=take("<i2", row_count).tolist(),
-            ref_counts=take("u1", row_count).tolist(),
-            digests=take("u1", row_count * DIGEST_BYTES).tobytes(),
-            bounds=take("<u8", bound_count).tolist(),
-            form=take("u1", ref_count).tolist(),
-            pack=take("<u4", ref_count).tolist(),
-            offset=take("<u4", ref_count).tolist(),
-            length=take("<u4", ref_count).tolist(),
+    def rows(self) -> Iterator[Row]:
+        """All rows."""
+        for first in range(0, len(self._columns.leaf), _BLOCK_ROWS):
+            yield from self._block(first, first + _BLOCK_ROWS)
+
+    def _block(self, first: int, stop: int) -> Iterator[Row]:
+        columns = self._columns
+        numbers = (columns.leaf, columns.since, columns.age, columns.rule, self._places)
+        digests = columns.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES].tobytes()
+        each = zip(
+            *(column[first:stop].tolist() for column in numbers),
+            self._block_boxes(first, stop),
+            self._block_lists(first, stop),
+            strict=True,
         )
-        if sum(columns.ref_counts) != ref_count or 2 * sum(columns.ndim) != bound_count:
-            raise CorruptionError("a part's counts of records or bounds do not add up")
-        return columns
-
-    def rows(self, packs: Sequence[str], words: Sequence[int]) -> Iterator[Row]:
-        ref = bound = 0
-        for index, leaf in enumerate(self.leaf):
-            known = leaf < len(words) and words[leaf] > 0
-            if not known or self.rule[index] not in RULE_NUMBERS:
-                raise CorruptionError(
-                    f"row {index} of a part names leaf {leaf} and rule "
-                    f"{self.rule[index]}; there is no such leaf or rule"
-                )
-            rule = Rule(self.rule[index])
-            if rule is not Rule.NONE and words[leaf] != CAST_WORD_BYTES:
-                raise CorruptionError(
-                    f"row {index} of a part follows by rule {rule.name}, but leaf "
-                    f"{leaf} has {words[leaf]}-byte words, not {CAST_WORD_BYTES}"
-                )
-            width = source_bytes(rule, words[leaf])
-            ref_stop = ref + self.ref_counts[index]
-            refs = tuple(self._ref(i, packs, width) for i in range(ref, ref_stop))
-            ref = ref_stop
-            _check_list(index, refs)
-            edges = self.bounds[bound : bound + 2 * self.ndim[index]]
-            bound += len(edges)
+        for index, (leaf, since, age, rule, place, box, refs) in enumerate(each):
+            if place:
+                known = self._lists.setdefault(place, refs)
+                refs = known if known == refs else refs
             yield Row(
                 leaf=leaf,
-                box=tuple(zip(edges[::2], edges[1::2], strict=True)),
-                digest=self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
-                rule=rule,
+                box=box,
+                digest=digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES],
+                rule=_RULES[rule],
                 refs=refs,
-                since=self.since[index],
-                age=self.age[index],
+                since=since,
+                age=age,
             )
 
-    def _ref(self, index: int, packs: Sequence[str], width: int) -> Ref:
-        form, pack = self.form[index], self.pack[index]
-        offset, length = self.offset[index], self.length[index]
-        if form not in FORM_NUMBERS or (pack == _INLINE) != (form == Form.CONSTANT):
-            raise CorruptionError(f"record {index} of a part has form {form}")
-        if pack == _INLINE:
-            word = struct.pack("<II", offset, length)
-            if any(word[width:]):
-                raise CorruptionError(
-                    f"record {index} of a part repeats the word {word.hex()}, which is "
-                    f"longer than {width} bytes"
-                )
-            return Ref(form=Form(form), word=word[:width])
-        if pack >= len(packs):
-            raise CorruptionError(
-                f"record {index} of a part names pack {pack} of {len(packs)}"
+    def _block_boxes(self, first: int, stop: int) -> Iterator[Box]:
+        edges = self._bound_edges[first : stop + 1]
+        data = self._columns.bounds[edges[0] : edges[-1]].tobytes()
+        edges = ((edges - edges[0]) * _BOUND_BYTES).tolist()
+        if len(self._boxes) > _MOST_BOXES:
+            self._boxes.clear()
+        for start, end in itertools.pairwise(edges):
+            key = data[start:end]
+            box = self._boxes.get(key)
+            if box is None:
+                bounds = np.frombuffer(key, "<u8").reshape(-1, 2).tolist()
+                box = self._boxes[key] = tuple((low, high) for low, high in bounds)
+            yield box
+
+    def _block_lists(self, first: int, stop: int) -> Iterator[tuple[Ref, ...]]:
+        edges = self._list_edges[first : stop + 1]
+        refs = self._refs(slice(edges[0], edges[-1]), first)
+        for start, end in itertools.pairwise((edges - edges[0]).tolist()):
+            yield tuple(refs[start:end])
+
+    def _refs(self, span: slice, row: int) -> list[Ref]:
+        """The records of rows from `row` on."""
+        columns = self._columns
+        pack = columns.pack[span]
+        inline = pack == INLINE
+        words = [b""] * len(pack)
+        found = np.flatnonzero(inline)
+        rows = np.searchsorted(self._list_edges, found + span.start, "right") - 1
+        for index, number, owner in zip(
+            found.tolist(), columns.words(span)[found].tolist(), rows.tolist()
+        ):
+            width = source_bytes(
+                _RULES[int(columns.rule[owner])], self._words[columns.leaf[owner]]
             )
-        return Ref(form=Form(form), pack=packs[pack], offset=offset, length=length)
-
-
-def _check_list(index: int, refs: tuple[Ref, ...]) -> None:
-    if not 1 <= len(refs) <= MAX_CHAIN_LIMIT:
-        raise CorruptionError(f"row {index} of a part lists {len(refs)} records")
-    if not refs[0].form.is_full or any(ref.form.is_full for ref in refs[1:]):
-        raise CorruptionError(
-            f"row {index} of a part must list one full record and then deltas; it "
-            "lists " + ", ".join(ref.form.name for ref in refs)
+            words[index] = number.to_bytes(WORD_BYTES, "little")[:width]
+        values = zip(
+            map(_FORMS.__getitem__, columns.form[span].tolist()),
+            map(
+                self._packs.__getitem__,
+                np.where(inline, len(self._packs) - 1, pack).tolist(),
+            ),
+            np.where(inline, 0, columns.offset[span]).tolist(),
+            np.where(inline, 0, columns.length[span]).tolist(),
+            words,
         )
+        # What `Ref._make` does, without a call of Python code for each.
+        return list(map(functools.partial(tuple.__new__, Ref), values))
+
+
+def _repeated_places(columns: Columns, edges: np.ndarray) -> np.ndarray:
+    """Of each row a number for its list if another row may have it too, or else 0.
+
+    Lists that end in the same record are the same, unless somebody made them up.
+    """
+    last = edges[1:] - 1
+    place = (columns.pack[last].astype(np.uint64) << np.uint64(32)) + columns.offset[
+        last
+    ]
+    _, inverse, counts = np.unique(place, return_inverse=True, return_counts=True)
+    return np.where(counts[inverse] > 1, inverse + 1, 0)

@@ -1,15 +1,24 @@
 """A step opened for reading: MANIFEST, rows and the folder that holds its packs."""
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import logging
+import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from orbax_delta import chunks, dtypes, parts, records
 from orbax_delta.base import Base
 from orbax_delta.errors import CorruptionError, FormatError, NotFoundError
-from orbax_delta.manifests import MANIFEST_NAME, Manifest, PartEntry, parse_manifest
+from orbax_delta.manifests import (
+    MANIFEST_NAME,
+    LeafEntry,
+    Manifest,
+    PartEntry,
+    parse_manifest,
+)
 from orbax_delta.options import MAX_CHUNK_BYTES
 from orbax_delta.parts import Row
 from orbax_delta.places import MAX_MANIFEST_DEPTH, SELF_CONTAINED_PACKS, Place
@@ -17,6 +26,8 @@ from orbax_delta.reports import SaveReport
 from orbax_delta.store import STORE_FILE, STORE_NAME, DeltaStore, Folder
 
 _logger = logging.getLogger("orbax_delta")
+
+_RULE_AND_BOX = operator.attrgetter("rule", "box")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +176,27 @@ def read_rows(item: Folder, manifest: Manifest) -> list[Row]:
         FormatError: A part is none.
         UnsupportedVersionError: A newer format wrote it.
     """
+    with _no_cycles():
+        return _read_rows(item, manifest)
+
+
+@contextlib.contextmanager
+def _no_cycles() -> Iterator[None]:
+    """Let Python not look for cycles: millions of rows hold none.
+
+    It would traverse all of them again and again while they are made, which takes
+    longer than to make them.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _read_rows(item: Folder, manifest: Manifest) -> list[Row]:
     words = manifest.word_sizes()
     rows: list[Row] = []
     for part in manifest.parts:
@@ -185,9 +217,21 @@ def read_rows(item: Folder, manifest: Manifest) -> list[Row]:
 
 def _check_cover(item: Folder, manifest: Manifest, rows: Sequence[Row]) -> None:
     """Every element of every leaf lies in a row; a leaf without rows is an error."""
-    boxes: dict[int, list[chunks.Box]] = collections.defaultdict(list)
+    by_leaf: dict[int, list[Row]] = collections.defaultdict(list)
     for row in rows:
-        leaf = manifest.leaves[row.leaf]
+        by_leaf[row.leaf].append(row)
+    # Layers are alike: what has been found right once is not computed again.
+    right = set()
+    for index, leaf in enumerate(manifest.leaves):
+        found = by_leaf.get(index, [])
+        seen = leaf.shape, leaf.dtype, tuple(map(_RULE_AND_BOX, found))
+        if leaf.dtype and seen not in right:
+            _check_leaf(item, leaf, found)
+            right.add(seen)
+
+
+def _check_leaf(item: Folder, leaf: LeafEntry, rows: Sequence[Row]) -> None:
+    for row in rows:
         inside = len(row.box) == len(leaf.shape) and all(
             0 <= start < stop <= size
             for (start, stop), size in zip(row.box, leaf.shape, strict=True)
@@ -204,15 +248,14 @@ def _check_cover(item: Folder, manifest: Manifest, rows: Sequence[Row]) -> None:
                 f"{row.box} of leaf {leaf.name}; no record holds more than "
                 f"{MAX_CHUNK_BYTES}"
             )
-        boxes[row.leaf].append(row.box)
-    for index, leaf in enumerate(manifest.leaves):
-        whole = chunks.whole(leaf.shape)
-        if leaf.dtype and not chunks.tile(boxes[index], whole):
-            covered = sum(map(chunks.element_count, boxes[index]))
-            raise CorruptionError(
-                f"{item.url}: the rows of leaf {leaf.name} cover {covered} of "
-                f"{chunks.element_count(whole)} elements, or some of them twice"
-            )
+    whole = chunks.whole(leaf.shape)
+    boxes = [row.box for row in rows]
+    if not chunks.tile(boxes, whole):
+        covered = sum(map(chunks.element_count, boxes))
+        raise CorruptionError(
+            f"{item.url}: the rows of leaf {leaf.name} cover {covered} of "
+            f"{chunks.element_count(whole)} elements, or some of them twice"
+        )
 
 
 def save_report(directory: str | os.PathLike[str]) -> SaveReport:

@@ -264,7 +264,7 @@ def _moved(ref: parts.Ref, moved: dict[tuple[str, int], tuple[int, int]]) -> par
     if not ref.pack:
         return ref
     offset, length = moved[ref.pack, ref.offset]
-    return dataclasses.replace(ref, offset=offset, length=length)
+    return ref._replace(offset=offset, length=length)
 
 
 def restored(root: Path, step: int) -> Any:

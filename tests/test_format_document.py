@@ -34,6 +34,7 @@ from orbax_delta import (
     store,
     trees,
 )
+from orbax_delta.columns import INLINE
 from orbax_delta.errors import CorruptionError
 from orbax_delta.hosts import Job
 
@@ -237,7 +238,7 @@ def test_columns_of_a_part_have_the_documented_sizes_and_order():
         "offset": (32, 100),
         "length": (68, 75),
     }
-    assert f"{parts._INLINE:#010X}".replace("X", "x") in DOCUMENT
+    assert f"{INLINE:#010X}".replace("X", "x") in DOCUMENT
 
 
 _JSON_NAMES = {

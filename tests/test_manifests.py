@@ -485,6 +485,32 @@ def test_leaves_share_their_shardings():
     assert _parse(data).leaves == leaves
 
 
+@hypothesis.given(_manifests())
+def test_a_manifest_is_the_plain_document_of_its_fields(manifest):
+    """What is written without copying is what the fields say, one by one."""
+    document = dataclasses.asdict(manifest)
+    table = [None]
+    for leaf in document["leaves"]:
+        if leaf["sharding"] not in table:
+            table.append(leaf["sharding"])
+        leaf["sharding"] = table.index(leaf["sharding"])
+    document["shardings"] = table
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    assert _text(manifests.encode_manifest(manifest)).decode() == text
+
+
+def test_many_shardings_and_equal_ones_stand_once_each():
+    """Told by what they say, not by which object says it."""
+    shardings = [ON_ONE_DEVICE | {"device_id": n // 2} for n in range(100)]
+    leaves = tuple(
+        LeafEntry(path=(str(n),), kind="jax", dtype="int8", shape=(1,), sharding=s)
+        for n, s in enumerate(shardings)
+    )
+    data = manifests.encode_manifest(dataclasses.replace(MANIFEST, leaves=leaves))
+    assert json.loads(_text(data))["shardings"] == [None, *shardings[::2]]
+    assert _parse(data).leaves == leaves
+
+
 def test_a_manifest_of_any_metadata_is_written_so_that_it_is_read():
     """A million zeros shrink to less than a reader may believe: they are stored."""
     zeros = dataclasses.replace(MANIFEST, custom_metadata=[0] * 1_000_000)
