@@ -89,7 +89,11 @@ def manifest_keys(store: DeltaStore) -> list[str]:
 
 
 def _attempts(store: DeltaStore) -> list[str]:
-    names = (key.split("/") for key in store.bases.names())
+    return _whole(store.bases.names())
+
+
+def _whole(keys: Sequence[str]) -> list[str]:
+    names = (key.split("/") for key in keys)
     return [parts[0] for parts in names if parts[1:] == [MANIFEST_NAME]]
 
 
@@ -208,10 +212,10 @@ def release(store: DeltaStore, attempt: str) -> None:
 
 def leftovers(store: DeltaStore) -> list[str]:
     """Attempts with files but no MANIFEST: bases half copied or half released."""
-    whole = set(_attempts(store))
+    listed = store.bases.names()
     # A process killed in its first write has left nothing that is listed.
-    there = (*store.bases.names(), *store.bases.unfinished())
-    return sorted({key.split("/")[0] for key in there} - whole)
+    there = (*listed, *store.bases.unfinished())
+    return sorted({key.split("/")[0] for key in there} - {*_whole(listed)})
 
 
 def place_of(store: DeltaStore, manifest: Manifest) -> Place:

@@ -10,6 +10,8 @@ from orbax_delta import errors
 MAX_CHAIN_LIMIT = 200
 MAX_CHUNK_BYTES = 1 << 30
 MAX_PACK_BYTES = 1 << 31
+LOCAL_PACK_BYTES = 16 << 20
+BUCKET_PACK_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,8 @@ class DeltaOptions:
         chunk_bytes: Upper bound on a chunk of 4-byte elements, in bytes; the unit of
             comparison, reuse and partial reading. A leaf of narrower elements has
             chunks of as many elements, so that a bf16 copy lines up with its master.
-        pack_bytes: A pack file is written once it holds this many bytes.
+        pack_bytes: A pack file is written once it holds this many bytes; None: 16 MiB
+            on disks, 64 MiB in buckets, where each costs a request.
         full_every: After this many deltas a chunk's next record is full.
         max_chain: No chunk is ever made of more records than this.
         read_budget: Reading a chunk never costs more than this many times the bytes
@@ -46,7 +49,7 @@ class DeltaOptions:
     """
 
     chunk_bytes: int = 1 << 20
-    pack_bytes: int = 16 << 20
+    pack_bytes: int | None = None
     full_every: int = 10
     max_chain: int = 20
     read_budget: float = 2.0
@@ -59,7 +62,8 @@ class DeltaOptions:
 
     def __post_init__(self) -> None:
         _check_int("chunk_bytes", self.chunk_bytes, 64, MAX_CHUNK_BYTES)
-        _check_int("pack_bytes", self.pack_bytes, 1024, MAX_PACK_BYTES)
+        if self.pack_bytes is not None:
+            _check_int("pack_bytes", self.pack_bytes, 1024, MAX_PACK_BYTES)
         _check_int("full_every", self.full_every, 0, MAX_CHAIN_LIMIT - 1)
         _check_int("max_chain", self.max_chain, 1, MAX_CHAIN_LIMIT)
         _check_int("refresh_every", self.refresh_every, 1, 30_000)
@@ -111,6 +115,11 @@ class DeltaOptions:
         # Of one run of the job, and no part of how the step is stored.
         del values["processes"], values["vote_timeout"]
         return values
+
+    def pack_size(self, *, local: bool) -> int:
+        """`pack_bytes`, resolved for a disk or a bucket."""
+        default = LOCAL_PACK_BYTES if local else BUCKET_PACK_BYTES
+        return self.pack_bytes or default
 
     @property
     def worker_count(self) -> int:

@@ -18,6 +18,7 @@ class PackWriter:
     Attributes:
         names: Packs so far, in order.
         written_bytes: Their total size.
+        pack_bytes: A pack is put once it holds this many.
     """
 
     def __init__(
@@ -26,7 +27,7 @@ class PackWriter:
         self._folder = folder
         self._attempt = attempt
         self._process = process
-        self._pack_bytes = pack_bytes
+        self.pack_bytes = pack_bytes
         self._in_flight: collections.deque[Pending] = collections.deque()
         self.names: list[str] = []
         self.written_bytes = 0
@@ -40,7 +41,7 @@ class PackWriter:
             self.names.append(f"{self._attempt.hex()}-p{self._process}-{number}")
         offset, _ = self._builder.add(record)
         name = self.names[-1]
-        if self._builder.size_bytes >= self._pack_bytes:
+        if self._builder.size_bytes >= self.pack_bytes:
             self.cut()
         return name, offset
 

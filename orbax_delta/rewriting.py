@@ -121,7 +121,7 @@ def _put_records(
         store.packs,
         attempt=attempt,
         process=_PROCESS,
-        pack_bytes=DeltaOptions().pack_bytes,
+        pack_bytes=DeltaOptions().pack_size(local=store.packs.is_local),
     )
     refs: dict[tuple[int, Box], Ref] = {}
     try:

@@ -338,7 +338,7 @@ class _Attempt:
             self.packs,
             attempt=self.id,
             process=self.process,
-            pack_bytes=options.pack_bytes,
+            pack_bytes=options.pack_size(local=self.packs.is_local),
         )
         stored = SaveRows(findings)
         try:
@@ -374,9 +374,7 @@ class _Attempt:
         previous = -1
         for result in coded:
             leaf = result.finding.chunk.leaf_index
-            fills_packs = options.pack_bytes <= max(
-                new_bytes[leaf], new_bytes[previous]
-            )
+            fills_packs = writer.pack_bytes <= max(new_bytes[leaf], new_bytes[previous])
             if leaf != previous and fills_packs:
                 writer.cut()
             previous = leaf

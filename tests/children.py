@@ -210,6 +210,44 @@ def train(root, kind, left, saves):
     say(closed=True)
 
 
+# --- a run in a bucket --------------------------------------------------------------
+
+
+def train_in_bucket(url, kind, left, saves):
+    """One life of a run in a bucket; without a manager, which would need s3fs."""
+    from etils import epath
+
+    import orbax_delta
+    from orbax_delta.store import Folder
+
+    def item(step):
+        return epath.Path(f"{url}/{step}/default")
+
+    fuse = Fuse(kind, left)
+    fuse.install()
+    handler = orbax_delta.DeltaCheckpointHandler(orbax_delta.DeltaOptions(**SMALL))
+    manifests = Folder(url).find("MANIFEST", max_depth=2, skip="_delta_store")
+    found = sorted(int(key.partition("/")[0]) for key in manifests)
+    for step in found:
+        if not same_state(handler.restore(item(step)), step):
+            say(wrong=step)
+            return
+    say(found=found)
+    first = found[-1] + 1 if found else 0
+    fuse.first_save()
+    for step in range(first, first + saves):
+        handler.save(item(step), orbax_delta.DeltaSave(state(step)))
+        handler.finalize(item(step))
+        say(committed=step)
+        if step >= KEPT_STEPS:
+            # In an order in which no half of a step is ever taken for one.
+            old = Folder(f"{url}/{step - KEPT_STEPS}/default")
+            old.delete("MANIFEST")
+            old.clear()
+    handler.close()
+    say(closed=True)
+
+
 # --- prunes without end -------------------------------------------------------------
 
 
@@ -410,6 +448,8 @@ def main(arguments):
     die_with_parent()
     if arguments[0] == "train":
         train(Path(arguments[1]), **json.loads(arguments[2]))
+    elif arguments[0] == "bucket":
+        train_in_bucket(arguments[1], **json.loads(arguments[2]))
     elif arguments[0] == "prune":
         prune_without_end(Path(arguments[1]))
     else:

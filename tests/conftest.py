@@ -8,8 +8,12 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import buckets
 import hypothesis
 import pytest
+import tensorstore as ts
+
+from orbax_delta import store
 
 hypothesis.settings.register_profile(
     "default",
@@ -37,6 +41,22 @@ def root(tmp_path):
     return tmp_path / "run"
 
 
+@pytest.fixture(scope="session")
+def s3_server():
+    """An S3 server on loopback, behind a proxy; skips where moto is not installed."""
+    with buckets.serving() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch):
+    """The same, known to the environment; what fails is asked again without delay."""
+    for name, value in buckets.environment(s3_server).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(store, "_CONTEXT", ts.Context(buckets.QUICK_RETRIES))
+    return s3_server
+
+
 # --- what was tried, in one line at the end -------------------------------------------
 
 _TRIED = {
@@ -47,6 +67,7 @@ _TRIED = {
     "races": "interleavings",
     "restores": "restores by several processes",
     "fuzz_inputs": "hostile inputs",
+    "bucket_faults": "broken requests",
 }
 """Properties that tests record (`record_property`), and what they count."""
 
@@ -77,6 +98,10 @@ def pytest_terminal_summary(terminalreporter):
         for name, value in report.user_properties:
             if name in totals:
                 totals[name] += value
+    for report in passed:
+        for name, value in report.user_properties:
+            if name == "bucket_requests":
+                terminalreporter.write_line(f"requests to a bucket, {value}")
     if any(totals.values()):
         counts = ", ".join(f"{totals[name]:,} {noun}" for name, noun in _TRIED.items())
         failed = terminalreporter.stats.get("failed", [])

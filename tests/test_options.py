@@ -31,7 +31,7 @@ def test_defaults_are_those_of_the_documentation():
     """The advertised line uses these, and nothing else."""
     assert dataclasses.asdict(DeltaOptions()) == {
         "chunk_bytes": 1 << 20,
-        "pack_bytes": 16 << 20,
+        "pack_bytes": None,
         "full_every": 10,
         "max_chain": 20,
         "read_budget": 2.0,
@@ -42,6 +42,14 @@ def test_defaults_are_those_of_the_documentation():
         "vote_timeout": 900.0,
         "processes": None,
     }
+
+
+def test_packs_are_larger_in_buckets():
+    """Unless a size is asked for: there each file costs a request."""
+    assert DeltaOptions().pack_size(local=True) == 16 << 20
+    assert DeltaOptions().pack_size(local=False) == 64 << 20
+    for local in (True, False):
+        assert DeltaOptions(pack_bytes=4096).pack_size(local=local) == 4096
 
 
 def test_every_number_has_a_range_here():
@@ -78,7 +86,7 @@ def test_what_lies_outside_a_range_is_named(name, limits):
     low, high = limits
     outside = [low - 1, high + 1, "8", [], float("nan"), float("inf"), -(10**30)]
     outside += [True] if isinstance(low, int) else []
-    outside += [None] if name != "threads" else []
+    outside += [None] if name not in ("threads", "pack_bytes") else []
     for value in outside:
         with pytest.raises(InvalidInputError, match=f"DeltaOptions.{name} is"):
             DeltaOptions(**{name: value})

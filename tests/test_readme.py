@@ -1,8 +1,10 @@
-"""The README's Python blocks run, in order, in one namespace; the recipe for itself."""
+"""The README's Python blocks run, in order, in one namespace; some by themselves."""
 
 import re
 from pathlib import Path
 
+import buckets
+import orbax.checkpoint as ocp
 import pytest
 import strategies
 
@@ -10,6 +12,7 @@ import orbax_delta
 
 README = Path(__file__).parent.parent / "README.md"
 RECIPE = "Resuming exactly"
+BUCKETS = "Object stores"
 
 
 def blocks():
@@ -21,7 +24,7 @@ def blocks():
 
 def test_every_python_block_runs(root, capsys):
     """What a newcomer copies works, and prints the report's line."""
-    texts = [block for title, block in blocks() if title != RECIPE]
+    texts = [block for title, block in blocks() if title not in (RECIPE, BUCKETS)]
     namespace = {"root": root}
     for block in texts:
         exec(compile(block, str(README), "exec"), namespace)
@@ -48,3 +51,15 @@ def test_the_recipe_resumes_exactly(tmp_path):
     assert int(got["step"]) == 47
     strategies.assert_same_tree(got, wanted)
     assert orbax_delta.save_report(root / "40").chunks_by_form.keys() > {"difference"}
+
+
+def test_the_block_for_buckets_runs(s3):
+    """The manager that it opens saves and restores there."""
+    pytest.importorskip("s3fs", reason=buckets.NEEDS_S3FS)
+    (block,) = (block for title, block in blocks() if title == BUCKETS)
+    namespace = {"ocp": ocp, "orbax_delta": orbax_delta}
+    exec(compile(block, str(README), "exec"), namespace)
+    with namespace["manager"] as manager:
+        manager.save(0, args=ocp.args.StandardSave({"step": 0}))
+        manager.wait_until_finished()
+        assert manager.restore(0) == {"step": 0}

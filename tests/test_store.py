@@ -23,11 +23,13 @@ from orbax_delta.store import (
 )
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(params=["disk", "disk by spec", "memory"])
 def folder(request, tmp_path):
     """An empty folder of each kind."""
     if request.param == "disk":
         return Folder(str(tmp_path))
+    if request.param == "disk by spec":
+        return Folder({"driver": "file", "path": str(tmp_path)})
     return Folder(f"memory://{secrets.token_hex(8)}/run")
 
 
