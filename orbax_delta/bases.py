@@ -29,6 +29,7 @@ class Kept:
         save_index: Saves before it, in a row.
         wall_time: When it was saved, in seconds since 1970.
         packs: Packs that it needs.
+        root_uuid: Its root, where several use the store.
     """
 
     attempt: str
@@ -36,6 +37,7 @@ class Kept:
     save_index: int
     wall_time: float
     packs: frozenset[str]
+    root_uuid: str = ""
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Kept":
@@ -46,6 +48,7 @@ class Kept:
             save_index=manifest.save_index,
             wall_time=manifest.wall_time,
             packs=frozenset(manifest.packs),
+            root_uuid=manifest.root_uuid,
         )
 
 
@@ -82,7 +85,7 @@ def read_bases(store: DeltaStore, known: Mapping[str, Kept]) -> dict[str, Kept]:
 
 
 def manifest_keys(store: DeltaStore) -> list[str]:
-    """Keys of the MANIFESTs of all bases, relative to the root."""
+    """Keys of the MANIFESTs of all bases, of all roots that use the store."""
     return [
         f"{STORE_NAME}/bases/{attempt}/{MANIFEST_NAME}" for attempt in _attempts(store)
     ]
@@ -124,7 +127,11 @@ def check_attempt(manifest: Manifest, url: str) -> None:
 def plan(kept: Mapping[str, Kept], new: Kept, options: DeltaOptions) -> BasePlan:
     """What to keep once `new` is committed; changes nothing."""
     older = sorted(
-        (base for base in kept.values() if base.item == new.item),
+        (
+            base
+            for base in kept.values()
+            if (base.root_uuid, base.item) == (new.root_uuid, new.item)
+        ),
         # One from the future is older: the clock has been set back since.
         key=lambda base: (
             base.wall_time <= new.wall_time,
@@ -220,9 +227,11 @@ def leftovers(store: DeltaStore) -> list[str]:
 
 def place_of(store: DeltaStore, manifest: Manifest) -> Place:
     """Where a base lies, under the name of the step that it was."""
+    folder = store.bases.child(manifest.attempt)
     return Place(
-        item_url=store.bases.child(manifest.attempt).url.rstrip("/"),
+        item_url=folder.url.rstrip("/"),
         step_name=str(manifest.report.get("step", manifest.step)),
         item=manifest.item,
         root_url=store.root.url.rstrip("/"),
+        opened=folder,
     )

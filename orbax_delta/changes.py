@@ -7,7 +7,7 @@ same save is derived from it. Does not belong here: coding, writing.
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import numpy as np
 import xxhash
@@ -21,7 +21,7 @@ from orbax_delta.dtypes import Rule
 from orbax_delta.leaves import HostLeaf
 from orbax_delta.manifests import LeafEntry
 from orbax_delta.options import DeltaOptions
-from orbax_delta.parts import Ref
+from orbax_delta.parts import Ref, Row
 
 _SAMPLE_ELEMENTS = 64
 _MAX_CANDIDATES = 4
@@ -79,6 +79,7 @@ class Status(enum.Enum):
     SAME = "reference"
     CONSTANT = "constant"
     DERIVED = "derived"
+    SHARED = "shared"
     CHANGED = "changed"
     REFRESH = "refresh"
 
@@ -94,6 +95,7 @@ class Finding:
         word: The element of a constant chunk.
         source: Index of the finding that a derived chunk follows from.
         rule: The cast by which it follows; NONE: it is a copy.
+        refs: Records of another run or item that a shared chunk refers to.
     """
 
     chunk: Chunk
@@ -102,6 +104,11 @@ class Finding:
     word: bytes = b""
     source: int = -1
     rule: Rule = Rule.NONE
+    refs: tuple[Ref, ...] = ()
+
+
+ContentKey = tuple[bytes, int, int]
+"""What contents that may be equal agree in: digest, size, and size of a word."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +166,11 @@ def _boxes(
 
 
 def compare(
-    wanted: Sequence[Chunk], refresh_every: int | None, executor: Pool
+    wanted: Sequence[Chunk],
+    refresh_every: int | None,
+    executor: Pool,
+    *,
+    elsewhere: Set[str] = frozenset(),
 ) -> list[Finding]:
     """Look at every chunk once and find what each follows from.
 
@@ -167,24 +178,34 @@ def compare(
         wanted: The chunks.
         refresh_every: As the option; None: nothing is written anew now.
         executor: Where to do it.
+        elsewhere: Packs that other runs need: what lies in them alone is not written
+            anew for its age, which would undo the sharing.
     """
-    seen = list(executor.map(lambda chunk: _look(chunk, refresh_every), wanted))
-    return _find_sources(seen, executor)
+
+    def look(chunk: Chunk) -> Finding:
+        return _look(chunk, refresh_every, elsewhere)
+
+    return _find_sources(list(executor.map(look, wanted)), executor)
 
 
-def _look(chunk: Chunk, refresh_every: int | None) -> Finding:
+def _look(chunk: Chunk, refresh_every: int | None, elsewhere: Set[str]) -> Finding:
     content = chunk.content()
     found = records.digest(content)
     row = chunk.stored.row if chunk.stored else None
     if row is not None and row.digest == found:
         due = refresh_every is not None and row.age + 1 >= refresh_every
-        refresh = due and row.refs[-1].pack and row.rule is Rule.NONE
+        own = row.refs[-1].pack and row.rule is Rule.NONE
+        refresh = due and own and not _lies_in(row, elsewhere)
         status = Status.REFRESH if refresh else Status.SAME
         return Finding(chunk=chunk, status=status, digest=found)
     word = codecs.constant_word(content, chunk.leaf.element.word_bytes)
     if word is not None:
         return Finding(chunk=chunk, status=Status.CONSTANT, digest=found, word=word)
     return Finding(chunk=chunk, status=Status.CHANGED, digest=found)
+
+
+def _lies_in(row: Row, packs: Set[str]) -> bool:
+    return {ref.pack for ref in row.refs if ref.pack} <= packs
 
 
 def _find_sources(seen: list[Finding], executor: Pool) -> list[Finding]:
@@ -203,7 +224,7 @@ def _find_sources(seen: list[Finding], executor: Pool) -> list[Finding]:
     copies = {
         index: root
         for index in targets
-        if (root := roots.get(_content_key(seen[index]), index)) != index
+        if (root := roots.get(content_key(seen[index]), index)) != index
     }
     confirmed = _confirm_copies(seen, copies, executor)
     alone = [index for index in targets if index not in confirmed]
@@ -246,18 +267,17 @@ def _own_records(seen: Sequence[Finding]) -> set[int]:
     }
 
 
-def _content_key(finding: Finding) -> tuple[bytes, int, int]:
+def content_key(finding: Finding) -> ContentKey:
+    """What any chunk of the same content has in common with this one."""
     chunk = finding.chunk
     return finding.digest, chunk.content_bytes, chunk.leaf.element.word_bytes
 
 
-def _roots(
-    seen: Sequence[Finding], targets: Sequence[int]
-) -> Mapping[tuple[bytes, int, int], int]:
+def _roots(seen: Sequence[Finding], targets: Sequence[int]) -> Mapping[ContentKey, int]:
     """For each content the first chunk that has it, stored ones before new ones."""
-    roots: dict[tuple[bytes, int, int], int] = {}
+    roots: dict[ContentKey, int] = {}
     for index in (*sorted(_own_records(seen)), *targets):
-        roots.setdefault(_content_key(seen[index]), index)
+        roots.setdefault(content_key(seen[index]), index)
     return roots
 
 

@@ -6,10 +6,11 @@ found, the rest is still looked at. Does not belong here: repair, how it is show
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 
-from orbax_delta import healing, identity, listing, reader, records, steps
+from orbax_delta import healing, identity, listing, prune, reader, records, steps
 from orbax_delta.background import Pool, ordered_map, pool
 from orbax_delta.chunks import Box
 from orbax_delta.errors import (
@@ -26,7 +27,10 @@ from orbax_delta.marks import read_marks, warned_of
 from orbax_delta.options import DeltaOptions
 from orbax_delta.reader import Request
 from orbax_delta.steps import Step
-from orbax_delta.store import STORE_FILE, Folder
+from orbax_delta.store import Folder
+from orbax_delta.storefiles import STORE_FILE
+
+_logger = logging.getLogger("orbax_delta")
 
 _PACKS_IN_FLIGHT = 4
 
@@ -52,7 +56,8 @@ class VerifyReport:
         packs: Packs read: those that steps and bases name, and pins of running jobs.
         pack_bytes: Their size.
         unnamed_packs: Packs of the store that no MANIFEST names: garbage that `prune`
-            removes, or of a save under way.
+            removes, or of a save under way; none where a root that shares the store
+            cannot be reached.
         problems: Everything wrong, in order of discovery.
         total_seconds: Time it took.
     """
@@ -141,7 +146,7 @@ class Examination:
         self._started = started
         self._items = items
         self._progress = progress
-        self._findings = Findings(root.folder)
+        self._findings = Findings(root.store)
         self._packs_of: dict[str, Folder] = {}
         self._packs: dict[tuple[str, str], PackState] = {}
         # One entry for each distinct list: None if it decodes.
@@ -216,7 +221,8 @@ class Examination:
     def _pinned_packs(self) -> set[str]:
         """Packs that a running job may build on, where all steps are looked at."""
         store = self.root.store
-        if not self._looks_at_all:
+        # In a shared store nobody can tell which root a pin is of.
+        if store.shared or not self._looks_at_all:
             return set()
         try:
             pins = read_marks(store.pins)
@@ -236,7 +242,7 @@ class Examination:
         if item.manifest is None:
             return None
         try:
-            return steps.packs_of(item.manifest, Folder(item.place.item_url))
+            return steps.packs_of(item.manifest, item.place)
         except DeltaError as error:
             file = self.file(self.root.store.url + STORE_FILE)
             self._add_to_item(item, error, file)
@@ -371,10 +377,20 @@ class Examination:
             chunks_decoded=len(self._outcomes),
             packs=len(self._packs),
             pack_bytes=sum(state.size_bytes for state in self._packs.values()),
-            unnamed_packs=sorted(set(self.root.store.packs.names()) - named),
+            unnamed_packs=self._unnamed(named),
             problems=self._findings.problems(gone),
             total_seconds=time.perf_counter() - self._started,
         )
+
+    def _unnamed(self, named: set[str]) -> Sequence[str]:
+        """Packs that no MANIFEST names; of a shared store, of all roots, if known."""
+        try:
+            if self.root.store.shared:
+                named = named.union(*prune.named_packs(self.root.store))
+        except DeltaError as error:
+            _logger.warning("which packs are garbage is not known: %s", error)
+            return ()
+        return sorted(set(self.root.store.packs.names()) - named)
 
 
 def _file_of_rows(item: Item, error: DeltaError) -> str:

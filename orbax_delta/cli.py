@@ -1,4 +1,4 @@
-"""The command line: `orbax-delta ls|show|verify|repair|prune|demo`.
+"""The command line: `orbax-delta ls|show|verify|repair|prune|forget|demo`.
 
 Tables on a terminal, plain columns in a pipe, one JSON document with `--json`;
 progress on stderr. Starts without jax for everything but `demo`. Does not belong here:
@@ -20,7 +20,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from orbax_delta import check, documents, errors, listing, prune, repair, views
+from orbax_delta import (
+    check,
+    documents,
+    errors,
+    forgetting,
+    listing,
+    prune,
+    registry,
+    repair,
+    views,
+)
 from orbax_delta.errors import (
     CorruptionError,
     DeltaError,
@@ -29,7 +39,8 @@ from orbax_delta.errors import (
 )
 from orbax_delta.listing import Item, Progress
 from orbax_delta.steps import Step, open_step
-from orbax_delta.store import STORE_FILE, DeltaStore, Folder
+from orbax_delta.store import DeltaStore, Folder
+from orbax_delta.storefiles import STORE_FILE, UUID
 
 EXIT_CODES: Mapping[int, str] = {
     0: "done; nothing is wrong",
@@ -60,7 +71,7 @@ def commands() -> None:
     """Look at, verify and tidy delta checkpoints written through Orbax.
 
     ROOT is the folder that was given to CheckpointManager: a path, or a URL such as
-    gs://bucket/run. Nothing but repair, prune and demo changes anything.
+    gs://bucket/run. Nothing but repair, prune, forget and demo changes anything.
     """
 
 
@@ -162,7 +173,10 @@ def repair_(root: str, dry_run: bool, as_json: bool) -> int:
 )
 @_json
 def prune_(root: str, dry_run: bool, break_pins: bool, as_json: bool) -> int:
-    """Delete packs of ROOT that no step needs any more."""
+    """Delete packs of ROOT that no step needs any more.
+
+    ROOT can be a shared store, too. A prune of one needs all roots that use it.
+    """
     with _spinner("reading MANIFESTs") as say:
         store = _open_store(_url(root))
         known: prune.Known = {}
@@ -183,9 +197,41 @@ def prune_(root: str, dry_run: bool, break_pins: bool, as_json: bool) -> int:
     return 0
 
 
+@commands.command()
+@_root
+@click.option(
+    "--store", "where", required=True, help="The shared store that ROOT has used."
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_json
+def forget(root: str, where: str, yes: bool, as_json: bool) -> int:
+    """Remove ROOT from the registry of a shared store.
+
+    For a root that is gone for good: until then a prune of the store refuses to run.
+    Bases that the store keeps of it go too, and the next prune deletes the packs that
+    only it needed. ROOT is its folder, or the identity that a message names.
+    """
+    if as_json and not yes:
+        raise InvalidInputError("--json asks no questions; add --yes")
+    store = registry.open_shared(_url(where))
+    found = forgetting.plan(store, root if UUID.fullmatch(root) else _url(root))
+    document = documents.of_forget(found)
+    if not yes:
+        views.say(views.console(), *views.forget_lines(document, done=False))
+        click.confirm("Forget it?", abort=True)
+    forgetting.execute(store, found)
+    if as_json:
+        _print_json(document)
+    else:
+        views.say(views.console(), *views.forget_lines(document, done=True))
+    return 0
+
+
 def _open_store(url: str) -> DeltaStore:
     store = DeltaStore.open(Folder(url))
     if store is None:
+        with contextlib.suppress(NotFoundError):
+            return registry.open_shared(url)
         found = listing.read_root(url)  # says what is wrong if nothing of ours is here
         if found.store.packs.names():
             raise CorruptionError(

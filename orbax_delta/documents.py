@@ -13,6 +13,7 @@ from typing import Any
 from orbax_delta.check import VerifyReport
 from orbax_delta.dtypes import Rule
 from orbax_delta.errors import DeltaError
+from orbax_delta.forgetting import ForgetPlan
 from orbax_delta.listing import Item, Root
 from orbax_delta.parts import Row
 from orbax_delta.prune import PrunePlan
@@ -43,6 +44,7 @@ def of_root(root: Root, sizes: Mapping[str, int], packs: Sequence[str]) -> Docum
     store: Document = {
         "url": root.store.url,
         "uuid": root.store.uuid or None,
+        "shared": root.store.shared,
         "packs": len(packs),
         "bytes": _total(packs, sizes),
     }
@@ -164,6 +166,22 @@ def of_prune(
         "manifests": list(plan.manifests),
         "pins": list(plan.pins),
         "stale": list(plan.stale),
+    }
+
+
+def of_forget(plan: ForgetPlan) -> Document:
+    """What `forget` removes."""
+    return {
+        "store": plan.store,
+        "roots": [
+            {
+                "root": root.entry.root or None,
+                "uuid": root.entry.root_uuid,
+                "steps": root.steps,
+                "bases": len(root.bases),
+            }
+            for root in plan.roots
+        ],
     }
 
 

@@ -23,19 +23,20 @@ from orbax_delta.listing import Item, Root
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
 from orbax_delta.restore import Restored, Target
-from orbax_delta.store import Folder
+from orbax_delta.store import DeltaStore, Folder
 
 _logger = logging.getLogger("orbax_delta")
 
 OnCorruption = Literal["raise", "fallback"]
 
 
-def damage(url: str) -> tuple[type[DeltaError], ...]:
-    """Errors that say that a step in a place does not restore, now or later."""
+def damage(root_url: str) -> tuple[type[DeltaError], ...]:
+    """Errors that say that a step of a root does not restore, now or later."""
     found = (CorruptionError, FormatError, NotFoundError)
     # On a local disk a read that fails is a bad sector, which does not heal by waiting;
     # a bucket that does not answer has lost nothing.
-    return found if "://" in url else (*found, StorageError)
+    remote = "://" in root_url or "://" in DeltaStore.unidentified(Folder(root_url)).url
+    return found if remote else (*found, StorageError)
 
 
 def run(
@@ -63,7 +64,7 @@ def run(
     """
     try:
         return restore.run(place, target, settings)
-    except damage(place.item_url) as error:
+    except damage(place.root_url or place.item_url) as error:
         if not _is_damage(place, error):
             raise
         if on_corruption == "fallback":
@@ -77,7 +78,7 @@ def _is_damage(place: Place, error: DeltaError) -> bool:
     """Whether the step is there and broken, and older ones could be whole."""
     if place.root_url is None or isinstance(error, UnsupportedVersionError):
         return False
-    return not isinstance(error, NotFoundError) or bool(Folder(place.item_url).names())
+    return not isinstance(error, NotFoundError) or bool(place.folder.names())
 
 
 def _explained(place: Place, error: DeltaError, settings: DeltaOptions) -> DeltaError:
@@ -106,7 +107,7 @@ def _instead(
     for item in _states(_root(place), place, not_after=place.step):
         try:
             restored = restore.run(item.place, target, settings)
-        except damage(item.place.item_url) as other:
+        except damage(place.root_url or place.item_url) as other:
             _logger.error("%s does not restore either: %s", _name(item), other)
             continue
         _logger.error("restored %s instead of %s", _name(item), place.label)

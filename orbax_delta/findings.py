@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from orbax_delta.errors import DeltaError
 from orbax_delta.listing import Item
 from orbax_delta.manifests import parse_manifest
-from orbax_delta.store import Folder
+from orbax_delta.store import DeltaStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class Findings:
         damaged: Steps and bases that do not restore.
     """
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+    def __init__(self, store: DeltaStore) -> None:
+        self._store = store
         self._found: dict[Problem, list[Item]] = {}
         self.damaged: set[str] = set()
 
@@ -78,7 +78,7 @@ class Findings:
         """Whether what was found of an item is still there, and is the same save."""
         key = item.lost_part or item.key
         try:
-            data = self._folder.read(key)
+            data = self._store.read(key)
             if data is None or item.manifest is None:
                 return data is not None
             return parse_manifest(data, where=key).attempt == item.manifest.attempt

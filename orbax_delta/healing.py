@@ -8,9 +8,9 @@ writing anything back.
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from orbax_delta import listing, reader, steps
+from orbax_delta import listing, reader, registry, steps
 from orbax_delta.codecs import Bytes
 from orbax_delta.errors import CorruptionError, DeltaError, StorageError
 from orbax_delta.listing import Item, Root
@@ -57,6 +57,8 @@ def wanted(request: Request) -> Wanted:
 def find(root: Root, damaged: Iterable[Request]) -> dict[Wanted, Found]:
     """Look through all steps and kept bases of a root, newest first.
 
+    Then through those of the other roots that use its store and can be reached.
+
     Args:
         root: The root.
         damaged: Chunks whose own list does not yield what their row says.
@@ -68,7 +70,7 @@ def find(root: Root, damaged: Iterable[Request]) -> dict[Wanted, Found]:
     for request in damaged:
         tried.setdefault(wanted(request), set()).add(_list_of(request.row))
     found: dict[Wanted, Found] = {}
-    for item in reversed(root.everything):
+    for name, item in _everywhere(root):
         step = _open(item)
         if step is None:
             continue
@@ -79,10 +81,23 @@ def find(root: Root, damaged: Iterable[Request]) -> dict[Wanted, Found]:
                 continue
             tried[key].add(_list_of(row))
             if _decodes(step, request):
-                found[key] = Found(step=item.step, packs=step.packs, request=request)
+                found[key] = Found(step=name, packs=step.packs, request=request)
         if len(found) == len(tried):
             break
     return found
+
+
+def _everywhere(root: Root) -> Iterator[tuple[str, Item]]:
+    """Steps and bases with their names; other roots are read only if need be."""
+    yield from ((item.step, item) for item in reversed(root.everything))
+    for folder in registry.reachable(root.store):
+        try:
+            found = listing.read_root(folder.url.rstrip("/"))
+        except DeltaError as error:
+            _logger.warning("could not look for records in another root: %s", error)
+            continue
+        for item in reversed(found.everything):
+            yield folder.url + item.step, item
 
 
 def _list_of(row: Row) -> object:

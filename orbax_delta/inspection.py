@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator, Sequence
 from orbax_delta import marks, records
 from orbax_delta.errors import CorruptionError, DeltaError, FormatError, StorageError
 from orbax_delta.manifests import PACK_NAME
-from orbax_delta.store import (
-    COMMIT_MARKER,
+from orbax_delta.store import COMMIT_MARKER, STORE_NAME, DeltaStore, Folder
+from orbax_delta.storefiles import (
+    ROOT_FILE,
     STORE_FILE,
-    STORE_NAME,
-    DeltaStore,
-    Folder,
+    Link,
+    parse_entry,
     store_document,
 )
 
@@ -55,12 +55,14 @@ def store_faults(
         wanted_uuids: Identities that the MANIFESTs of the root name.
     """
     packs = store.packs.names()
+    hint = _store_hint(wanted_uuids, shared=store.shared)
     if error is not None:
-        what = f"{error}{_store_hint(wanted_uuids)}"
-        yield Fault(what=what, file=store.url + STORE_FILE)
+        yield Fault(what=f"{error}{hint}", file=_blamed(store))
     elif packs and not store.uuid:
-        what = f"it is missing, beside {len(packs)} packs{_store_hint(wanted_uuids)}"
+        what = f"it is missing, beside {len(packs)} packs{hint}"
         yield Fault(what=what, file=store.url + STORE_FILE)
+    if store.link is not None and error is None:
+        yield from _registry_faults(store, store.link)
     if packs:
         yield from _marker_faults(store)
     yield from _mark_faults(store.pins, marks.PIN_NAME, "a pin")
@@ -72,16 +74,50 @@ def store_faults(
             yield Fault(what=what, file=store.packs.url + pack)
 
 
-def _store_hint(wanted_uuids: Collection[str]) -> str:
+def _blamed(store: DeltaStore) -> str:
+    """The file that does not tell the identity of a store."""
+    below = store.root.child(STORE_NAME)
+    unlinked = store.link is None and below.read(STORE_FILE) is None
+    if unlinked and below.read(ROOT_FILE) is not None:
+        return below.url + ROOT_FILE
+    return store.url + STORE_FILE
+
+
+def _registry_faults(store: DeltaStore, link: Link) -> Iterator[Fault]:
+    """Whether a prune of a shared store counts with this root."""
+    file = store.roots.url + link.root_uuid
+    try:
+        data = store.roots.read(link.root_uuid)
+        if data is None:
+            what = (
+                "it is missing, so no prune counts with this root: packs that its "
+                "steps need may go. The next save to it writes it anew"
+            )
+            yield Fault(what=what, file=file)
+        else:
+            parse_entry(data, file)
+    except (CorruptionError, FormatError) as error:
+        yield Fault(what=f"{error}. Until then prune refuses to run", file=file)
+    below = store.root.child(STORE_NAME)
+    if below.read(COMMIT_MARKER) is None:
+        what = (
+            "it is missing; without it Orbax may take the folder for a leftover and "
+            "delete it. The next save writes it anew"
+        )
+        yield Fault(what=what, file=below.url + COMMIT_MARKER)
+
+
+def _store_hint(wanted_uuids: Collection[str], *, shared: bool) -> str:
     """What STORE.json must hold, if the MANIFESTs agree."""
     if len(wanted_uuids) != 1:
         return ""
-    document = store_document(next(iter(wanted_uuids))).decode().strip()
+    (uuid,) = wanted_uuids
+    document = store_document(uuid, shared=shared).decode().strip()
     return f". By the MANIFESTs of this root it must hold {document}"
 
 
 def _marker_faults(store: DeltaStore) -> Iterator[Fault]:
-    data = store.root.child(STORE_NAME).read(COMMIT_MARKER)
+    data = store.folder.read(COMMIT_MARKER)
     if data is None:
         what = (
             "it is missing; without it Orbax may take the store for a leftover and "

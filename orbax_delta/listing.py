@@ -20,7 +20,8 @@ from orbax_delta.places import (
     locate,
 )
 from orbax_delta.reports import SaveReport
-from orbax_delta.store import STORE_FILE, STORE_NAME, DeltaStore, Folder
+from orbax_delta.store import STORE_NAME, DeltaStore, Folder
+from orbax_delta.storefiles import STORE_FILE
 
 Progress = Callable[[str, int, int], None]
 """Told of progress as (what is counted, how many are done, how many there are)."""
@@ -151,7 +152,7 @@ def read_root(url: str, progress: Progress = no_progress) -> Root:
         if item is not None:
             items.append(item)
         progress("MANIFESTs", done + 1, len(keys))
-    kept = [item for item in items if item.is_base]
+    kept = [item for item in items if item.is_base and _is_own(item, store)]
     kept.sort(key=lambda item: item.manifest.wall_time if item.manifest else 0.0)
     items = [item for item in items if not item.is_base]
     items += _lost_items(store, {item.key for item in items})
@@ -173,17 +174,26 @@ def _open_store(folder: Folder) -> tuple[DeltaStore, DeltaError | None]:
     try:
         store = DeltaStore.open(folder)
     except DeltaError as error:
-        return DeltaStore(folder, ""), error
+        return DeltaStore.unidentified(folder), error
     return store or DeltaStore(folder, ""), None
+
+
+def _is_own(base: Item, store: DeltaStore) -> bool:
+    """Whether a base may be of this root, of all that use the store."""
+    return base.manifest is None or base.manifest.root_uuid == store.root_uuid
 
 
 def _read_item(folder: Folder, key: str, store: DeltaStore) -> Item | None:
     """The item of a MANIFEST; None if it has vanished since it was found."""
     path = key.removesuffix(MANIFEST_NAME).rstrip("/")
-    place = locate(folder.url + path)
+    place = locate(store.url_of(path))
+    if is_base(key):
+        # The folder is named by its attempt, which says no step, whatever it ends in.
+        opened = store.bases.child(path.rpartition("/")[2])
+        place = dataclasses.replace(place, step_name="", opened=opened)
     manifest, report, error = None, None, None
     try:
-        found = steps.read_manifest(Folder(place.item_url))
+        found = steps.read_manifest(place.folder)
         if found is None:
             return None
         if is_base(key):
@@ -198,9 +208,7 @@ def _read_item(folder: Folder, key: str, store: DeltaStore) -> Item | None:
     step = _step_folder(path, place)
     if is_base(key):
         step = path
-        # The folder is named by its attempt, which says no step, whatever it ends in.
-        nameless = dataclasses.replace(place, step_name="")
-        place = bases.place_of(store, manifest) if manifest else nameless
+        place = bases.place_of(store, manifest) if manifest else place
     return Item(
         key=key,
         step=step,

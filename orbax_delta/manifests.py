@@ -61,6 +61,7 @@ _MANIFEST_FIELDS: Mapping[str, fields.Types] = {
     "predecessor": (dict, _NONE),
     "store_uuid": (str,),
     "store_url": (str,),
+    "root_uuid": (str,),
     "options": (dict,),
     "versions": (dict,),
     "tree": (dict,),
@@ -172,6 +173,7 @@ class Manifest:
         predecessor: `{"step", "attempt"}` of the save whose rows were the base.
         store_uuid: Store that holds the packs; empty: they lie beside the MANIFEST.
         store_url: Where that store was, for the message when it is gone.
+        root_uuid: Identity of its root in a shared store; empty: it is not shared.
         options: Options in force.
         versions: Library versions that wrote it.
         tree: Structure document (leaves.py).
@@ -198,6 +200,7 @@ class Manifest:
     packs: Sequence[str]
     parts: Sequence[PartEntry]
     report: Mapping[str, Json]
+    root_uuid: str = ""
     custom_metadata: Json = None
     required_features: Sequence[str] = ()
 
@@ -359,6 +362,7 @@ def _rules(
     yield "save_index", fields.is_count(document["save_index"])
     yield "predecessor", fields.is_predecessor(document["predecessor"])
     yield "store_uuid", _STORE_UUID.fullmatch(document["store_uuid"])
+    yield "root_uuid", _STORE_UUID.fullmatch(document["root_uuid"])
     yield "options", fields.holds(document["options"])
     yield "versions", fields.holds(document["versions"], (str,))
     yield "custom_metadata", fields.is_shallow(document["custom_metadata"])

@@ -11,7 +11,7 @@ import functools
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 
-from orbax_delta import bases, healing, owners, reader, rewriting, steps
+from orbax_delta import bases, healing, owners, reader, registry, rewriting, steps
 from orbax_delta.background import pool
 from orbax_delta.check import Examination
 from orbax_delta.errors import (
@@ -30,7 +30,13 @@ from orbax_delta.places import locate
 from orbax_delta.reader import Request
 from orbax_delta.rewriting import Renewed, Written
 from orbax_delta.steps import Step
-from orbax_delta.store import COMMIT_MARKER, STORE_FILE, Folder, store_document
+from orbax_delta.store import COMMIT_MARKER, STORE_NAME, Folder
+from orbax_delta.storefiles import (
+    ROOT_FILE,
+    STORE_FILE,
+    root_document,
+    store_document,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +63,7 @@ def packs_of(item: Item) -> Folder | None:
     if item.manifest is None:
         return None
     try:
-        return steps.packs_of(item.manifest, Folder(item.place.item_url))
+        return steps.packs_of(item.manifest, item.place)
     except DeltaError:
         return None
 
@@ -71,7 +77,10 @@ def small_files(found: Examination) -> Iterator[Action]:
     astray = {
         item.manifest.store_uuid
         for item in found.root.everything
-        if item.manifest and packs_of(item) is None
+        # What needs a shared store is no reason to make one here.
+        if item.manifest
+        and bool(item.manifest.root_uuid) == store.shared
+        and packs_of(item) is None
     }
     # Where nothing of a store lies there is none to mend, as in a step's own folder.
     # What needs a pack that lies here is of this store, names being random, and so is
@@ -90,8 +99,11 @@ def small_files(found: Examination) -> Iterator[Action]:
                 what="written anew with the identity that its MANIFESTs name",
                 file=found.file(store.url + STORE_FILE),
             ),
-            lambda: store.folder.replace(STORE_FILE, store_document(uuid)),
+            lambda: store.folder.replace(
+                STORE_FILE, store_document(uuid, shared=store.shared)
+            ),
         )
+    yield from _ties(found)
     if store.packs.names() and store.folder.read(COMMIT_MARKER) != b"":
         yield (
             Mend(what="written anew", file=found.file(store.url + COMMIT_MARKER)),
@@ -105,6 +117,34 @@ def small_files(found: Examination) -> Iterator[Action]:
                 file=found.file(folder.url + name),
             )
             yield mend, functools.partial(folder.delete, name)
+
+
+def _ties(found: Examination) -> Iterator[Action]:
+    """What ties a root to a shared store: ROOT.json, its marker, the entry there."""
+    store = found.root.store
+    below = store.root.child(STORE_NAME)
+    if store.link is None and below.read(STORE_FILE) is None:
+        manifests = [item.manifest for item in found.root.items if item.manifest]
+        link = registry.lost_link(store.root, manifests)
+        if link is not None:
+            document = root_document(link)
+            yield (
+                Mend(
+                    what="written anew as its MANIFESTs and the registry agree",
+                    file=found.file(below.url + ROOT_FILE),
+                ),
+                lambda: below.replace(ROOT_FILE, document),
+            )
+    elif store.link is not None:
+        if below.read(COMMIT_MARKER) is None:
+            yield (
+                Mend(what="written anew", file=found.file(below.url + COMMIT_MARKER)),
+                lambda: below.replace(COMMIT_MARKER, b""),
+            )
+        if store.uuid and registry.entry_of(store) is None:
+            what = "registered with the shared store: no prune counted with this root"
+            file = found.file(store.roots.url + store.root_uuid)
+            yield Mend(what=what, file=file), lambda: registry.register(store)
 
 
 def _unreadable_marks(folder: Folder) -> Iterator[str]:
@@ -148,7 +188,7 @@ def _damage(item: Item) -> DeltaError | None:
     if item.manifest is None:
         return item.error
     try:
-        steps.read_rows(Folder(item.place.item_url), item.manifest)
+        steps.read_rows(item.place.folder, item.manifest)
     except DeltaError as error:
         return error
     return None
@@ -158,7 +198,7 @@ def _attempts_of(item: Item) -> list[str]:
     """Attempts that may have written a step: by its MANIFEST, by its part's name."""
     if item.is_base:
         return [item.step.rpartition("/")[2]]
-    names = map(PART_NAME.fullmatch, Folder(item.place.item_url).names())
+    names = map(PART_NAME.fullmatch, item.place.folder.names())
     by_part = {match[1] for match in names if match}
     # A MANIFEST can be another save's; with parts of several nobody can tell.
     return [
@@ -185,7 +225,7 @@ def _copy(found: Examination, source: Item, item: Item) -> Action:
     def copy() -> None:
         if not found.is_there(item):
             raise ConflictError("it was deleted meanwhile; nothing was written")
-        origin, folder = Folder(source.place.item_url), Folder(item.place.item_url)
+        origin, folder = source.place.folder, item.place.folder
         parts = source.manifest.parts if source.manifest else ()
         for name in (*(part.name for part in parts), MANIFEST_NAME):
             data = origin.read(name)

@@ -1,11 +1,16 @@
 """Frozen option values. Each has one owner in the flows and a test that sets it."""
 
+import contextlib
 import dataclasses
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_delta import errors
+
+StoreLocation = str | Mapping[str, Any]
+"""Where a folder lies: a path, a URL, or TensorStore's JSON of a key-value store."""
 
 MAX_CHAIN_LIMIT = 200
 MAX_CHUNK_BYTES = 1 << 30
@@ -43,6 +48,10 @@ class DeltaOptions:
         processes: Indices of the processes that save together, the first of which
             publishes; None: all, with process 0 first. As `active_processes` and
             `primary_host` of Orbax's `MultiprocessingOptions`.
+        store: A store that many roots share: a path, a URL (s3://, gs://), or a
+            TensorStore kvstore spec. A relative path is taken from the working
+            directory. None: `_delta_store` in the root, or the store that a root
+            already uses.
 
     Raises:
         InvalidInputError: A value is out of its range; nothing is touched.
@@ -59,6 +68,7 @@ class DeltaOptions:
     auto_prune: bool = True
     vote_timeout: float = 900.0
     processes: Sequence[int] | None = None
+    store: StoreLocation | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         _check_int("chunk_bytes", self.chunk_bytes, 64, MAX_CHUNK_BYTES)
@@ -83,6 +93,8 @@ class DeltaOptions:
                 f"DeltaOptions.auto_prune is {self.auto_prune!r}; expected True or "
                 "False"
             )
+        if self.store is not None:
+            object.__setattr__(self, "store", _location(self.store))
 
         if type(self.vote_timeout) not in (int, float) or not (
             0.1 <= self.vote_timeout <= 86_400
@@ -114,6 +126,8 @@ class DeltaOptions:
         values = dataclasses.asdict(self)
         # Of one run of the job, and no part of how the step is stored.
         del values["processes"], values["vote_timeout"]
+        if isinstance(self.store, Mapping):
+            values["store"] = json.dumps(self.store, sort_keys=True)
         return values
 
     def pack_size(self, *, local: bool) -> int:
@@ -140,6 +154,23 @@ def options_of(values: Mapping[str, Any]) -> DeltaOptions:
             f"unknown options {unknown}; DeltaOptions has {', '.join(known)}"
         )
     return DeltaOptions(**values)
+
+
+def _location(value: object) -> StoreLocation:
+    """A location that means the same wherever this process goes."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str) and value and "\0" not in value:
+        return value if "://" in value else os.path.abspath(value)
+    if isinstance(value, Mapping) and type(value.get("driver")) is str:
+        with contextlib.suppress(TypeError, ValueError):
+            found: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
+            return found
+    raise errors.InvalidInputError(
+        f"DeltaOptions.store is {value!r:.200}; expected a path, a URL such as "
+        "s3://bucket/store, or TensorStore's JSON of a key-value store, as "
+        '{"driver": "s3", "bucket": ..., "path": ...}'
+    )
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

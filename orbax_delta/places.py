@@ -8,6 +8,8 @@ recognised as a manager's gets a store; any other save is self-contained.
 import dataclasses
 import re
 
+from orbax_delta.store import Folder
+
 TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 SELF_CONTAINED_PACKS = "packs"
 
@@ -26,12 +28,19 @@ class Place:
         step_name: Name of the step's directory, without suffix.
         item: Name of the item.
         root_url: The manager's root; None for a self-contained save.
+        opened: The item's directory, where its URL alone does not tell how to open it.
     """
 
     item_url: str
     step_name: str
     item: str
     root_url: str | None
+    opened: Folder | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def folder(self) -> Folder:
+        """The item's directory."""
+        return self.opened or Folder(self.item_url)
 
     @property
     def step(self) -> int | None:

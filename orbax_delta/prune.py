@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 
-from orbax_delta import bases, owners, records
+from orbax_delta import bases, owners, records, registry
 from orbax_delta.errors import (
     CorruptionError,
     FormatError,
@@ -21,7 +21,7 @@ from orbax_delta.errors import (
 from orbax_delta.manifests import MANIFEST_NAME, PACK_NAME, Manifest, parse_manifest
 from orbax_delta.marks import Mark, read_marks
 from orbax_delta.places import MAX_MANIFEST_DEPTH
-from orbax_delta.store import STORE_NAME, DeltaStore
+from orbax_delta.store import STORE_NAME, DeltaStore, Folder
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -38,10 +38,12 @@ class PrunePlan:
     Attributes:
         dead: Packs that nothing names.
         live: Packs that something names.
-        manifests: MANIFESTs found, those of kept bases too, relative to the root.
+        manifests: MANIFESTs found, those of kept bases too, relative to the root;
+            those of other roots of a shared store in full.
         pins: Pins of processes that run, or ran elsewhere.
         stale: Pins and condemned marks of processes known to be dead, and bases
             half copied by them, as `pins/<name>`, `condemned/<name>`, `bases/<name>`.
+        elsewhere: Packs that steps of other roots of a shared store name.
     """
 
     dead: Sequence[str]
@@ -49,24 +51,35 @@ class PrunePlan:
     manifests: Sequence[str]
     pins: Sequence[str]
     stale: Sequence[str]
+    elsewhere: frozenset[str] = frozenset()
 
 
 def manifest_keys(store: DeltaStore) -> frozenset[str]:
-    """Where the MANIFESTs of a root lie: of kept bases, and in folders of any name.
+    """Where the MANIFESTs of a root lie: in folders of any name, and of kept bases.
+
+    Raises:
+        StorageError: Folders kept appearing and vanishing.
+    """
+    # A shared store that was opened by itself has no root.
+    steps = step_keys(store.root) if store.root.url != store.url else ()
+    return frozenset(steps).union(bases.manifest_keys(store))
+
+
+def step_keys(root: Folder) -> Sequence[str]:
+    """Where the MANIFESTs of a root lie that are not in its store.
 
     Raises:
         StorageError: Folders kept appearing and vanishing.
     """
     for _ in range(_MAX_TRIES):
         try:
-            found = store.root.find(
+            return root.find(
                 MANIFEST_NAME, max_depth=MAX_MANIFEST_DEPTH, skip=STORE_NAME
             )
         except FileNotFoundError:
             continue  # a step was renamed or deleted while it was read
-        return frozenset(found).union(bases.manifest_keys(store))
     raise StorageError(
-        f"the folders below {store.root.url} kept changing while they were listed; "
+        f"the folders below {root.url} kept changing while they were listed; "
         "nothing was deleted. Prune again when fewer steps come and go"
     )
 
@@ -91,13 +104,15 @@ def plan(
         FormatError: Something that may name packs cannot be read.
         UnsupportedVersionError: Something was written by a newer format.
         CorruptionError: A MANIFEST is damaged.
+        NotFoundError: A root that uses the store cannot be reached.
     """
     # Before the pins: who is still copying a base now has its pin until that is done.
     halves = bases.leftovers(store)
     pins = read_marks(store.pins)
     condemned = read_marks(store.condemned)
     stale_pins = _stale(pins, break_pins)
-    manifests, named = _mark(store, {} if known is None else known)
+    # After the pins: who has joined the store and let go of a pin has its step there.
+    manifests, named, elsewhere = _mark(store, {} if known is None else known)
     alive = {name: pin for name, pin in pins.items() if name not in stale_pins}
     attempts = {name.partition("-")[0] for name in alive}
     named = named.union(*(pin.packs for pin in alive.values()))
@@ -122,6 +137,7 @@ def plan(
             *(f"condemned/{name}" for name in _void(condemned, there)),
             *(f"bases/{name}" for name in halves if name not in attempts),
         ],
+        elsewhere=elsewhere,
     )
 
 
@@ -157,32 +173,70 @@ def _refuse_foreign(store: DeltaStore, packs: Sequence[str]) -> None:
             )
 
 
-def _mark(store: DeltaStore, known: Known) -> tuple[frozenset[str], frozenset[str]]:
-    """MANIFESTs and the packs they name, from a root that held still meanwhile.
+_Found = tuple[frozenset[str], frozenset[str], frozenset[str]]
 
-    A rename can hide a step from one listing, never from two that agree.
+
+def _mark(store: DeltaStore, known: Known) -> _Found:
+    """MANIFESTs, the packs they name, and those that other roots name.
+
+    From roots that held still meanwhile: a rename can hide a step from one listing,
+    never from two that agree.
     """
     for _ in range(_MAX_TRIES):
-        keys = manifest_keys(store)
-        contents = {key: store.root.read(key) for key in keys}
-        if None in contents.values() or manifest_keys(store) != keys:
+        places = _places(store)
+        contents = {place: _read(store, place) for place in places}
+        if None in contents.values() or _places(store) != places:
             continue
         found: Known = {}
-        for key, data in contents.items():
+        elsewhere: set[str] = set()
+        for (root, key), data in contents.items():
             digest = records.digest(data or b"")
             # Whatever store it names: pack names are unique, and STORE.json can be
             # lost and made anew.
             if digest not in known:
-                where = store.root.url + key
+                where = root + key if root else store.url_of(key)
                 known[digest] = frozenset(_parse_manifest(data or b"", where).packs)
             found[digest] = known[digest]
+            if root:
+                elsewhere |= found[digest]
         known.clear()
         known.update(found)
-        return keys, frozenset().union(*found.values())
+        names = frozenset(root + key for root, key in places)
+        return names, frozenset().union(*found.values()), frozenset(elsewhere)
     raise StorageError(
         f"the steps below {store.root.url} kept changing while they were read; nothing "
         "was deleted. Prune again when fewer steps come and go"
     )
+
+
+_Place = tuple[str, str]
+"""URL of another root, empty for this one and its bases; key of a MANIFEST."""
+
+
+def _places(store: DeltaStore) -> frozenset[_Place]:
+    """Where the MANIFESTs lie that a store serves, in all roots that use it."""
+    return frozenset(("", key) for key in manifest_keys(store)).union(
+        (root.url, key) for root in registry.others(store) for key in step_keys(root)
+    )
+
+
+def _read(store: DeltaStore, place: _Place) -> bytes | None:
+    root, key = place
+    return Folder(root).read(key) if root else store.read(key)
+
+
+def named_packs(
+    store: DeltaStore, *, known: Known | None = None
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Packs that any MANIFEST names, and those that other roots' steps name.
+
+    Raises:
+        NotFoundError: A root that uses the store cannot be reached.
+        CorruptionError: A MANIFEST is damaged.
+        FormatError: The same.
+    """
+    _, named, elsewhere = _mark(store, {} if known is None else known)
+    return named, elsewhere
 
 
 def _parse_manifest(data: bytes, where: str) -> Manifest:

@@ -161,7 +161,7 @@ def restore_base(
     for base in reversed(kept):
         try:
             restored = restore.run(base.place, wanted, DeltaOptions())
-        except fallback.damage(base.place.item_url) as error:
+        except fallback.damage(os.fspath(root)) as error:
             _logger.error("the kept base %s does not restore: %s", base.step, error)
             damaged.append(str(error))
             continue

@@ -119,8 +119,9 @@ def _refuse_newer(found: Examination) -> None:
 def _require_root(found: Examination) -> None:
     """A step's folder can be verified; only the one with its store can be mended."""
     url = found.root.folder.url
+    inside = (url, found.root.store.url)
     for packs in map(mends.packs_of, found.root.everything):
-        if packs is not None and not packs.url.startswith(url):
+        if packs is not None and not packs.url.startswith(inside):
             raise NotFoundError(
                 f"{url} is not the folder that was given to CheckpointManager: its "
                 f"packs lie in {packs.url}. Repair the folder that holds {STORE_NAME}"

@@ -25,7 +25,7 @@ class SaveReport:
         read_bytes: Bytes of earlier records read to make deltas against.
         chunks: Chunks of the state.
         chunks_by_form: Chunks by how this save stored them: `reference`, `constant`,
-            `derived`, `planes`, `difference`, `blocks`, `sparse`.
+            `derived`, `shared`, `planes`, `difference`, `blocks`, `sparse`.
         bytes_by_form: Bytes of new records by form.
         elements: Elements of the state's arrays; a complex one counts as its two
             parts, those of packed types by the byte.

@@ -71,7 +71,7 @@ def rewrite(
     """
     attempt = secrets.token_bytes(16)
     pin = f"{attempt.hex()}-p{_PROCESS}"
-    old = Folder(step.place.item_url)
+    old = step.place.folder
     new = store.bases.child(attempt.hex()) if as_base else old
     shared = {ref.pack for ref in written.values() if ref.pack}
     packs = sorted(shared.union(step.manifest.packs))

@@ -72,10 +72,8 @@ class SaveRows:
             return Entry(row=aged, content=chunk.stored.content)
         since, age = coding.first_counters(chunk.spread, options)
         self._count_whole(finding)
-        constant = Ref(form=Form.CONSTANT, word=finding.word)
-        return Entry(
-            row=_row(finding, Rule.NONE, (constant,), since, age), content=None
-        )
+        refs = finding.refs or (Ref(form=Form.CONSTANT, word=finding.word),)
+        return Entry(row=_row(finding, Rule.NONE, refs, since, age), content=None)
 
     def _derived(
         self,

@@ -26,6 +26,7 @@ from orbax_delta import (
     fields,
     parts,
     records,
+    registry,
     upkeep,
 )
 from orbax_delta.agreement import Announcement, Ballot
@@ -41,6 +42,7 @@ from orbax_delta.errors import (
     StorageError,
 )
 from orbax_delta.hosts import Job, Round
+from orbax_delta.kin import Kin
 from orbax_delta.leaves import Snapshot, snapshot
 from orbax_delta.manifests import (
     MANIFEST_NAME,
@@ -203,7 +205,8 @@ def _run(request: SaveRequest, taken: Snapshot, state: ItemState) -> SaveReport:
 
 def _own_store(request: SaveRequest, state: ItemState) -> DeltaStore:
     """The store, for the primary; swept first if the last save failed."""
-    store = DeltaStore.open_or_create(Folder(str(request.place.root_url)))
+    root = Folder(str(request.place.root_url))
+    store = registry.open_store(root, request.options.store)
     if state.base.store_uuid != store.uuid:
         state.base = Base(store_uuid=store.uuid)
     if state.seen is None and not request.hurried:
@@ -233,6 +236,7 @@ def _attempt(
         store = agreement.shared_store(place, primary.store_uuid)
         if store is not None and state.store is None:
             upkeep.drop_dead_pins(store)
+            upkeep.look_elsewhere(store, state)
         if own.base != primary.base or state.base.store_uuid != primary.store_uuid:
             # Leaves must be cut alike; without earlier rows all cut afresh.
             state.base = Base(store_uuid=primary.store_uuid)
@@ -270,6 +274,7 @@ class _Attempt:
         self.packs = store.packs if store else self.item.child(SELF_CONTAINED_PACKS)
         self.watch = Stopwatch()
         self.let_go: set[str] = set()
+        self.kin = Kin(self.packs, ())
         self.manifest: Manifest | None = None
         self.base_plan = BasePlan(take=False, release=(), copies=1)
 
@@ -308,8 +313,10 @@ class _Attempt:
     def _pinned(self) -> contextlib.AbstractContextManager[None]:
         if self.store is None:
             return contextlib.nullcontext()
-        needed = self.let_go = self.base.packs()
-        return upkeep.pinned(self.store, self.state, self.pin, needed)
+        self.let_go = self.base.packs()
+        if self.base.predecessor is None:
+            self.kin = Kin.of(self.store, self.request.place)
+        return upkeep.pinned(self.store, self.state, self.pin, self.kin)
 
     @contextlib.contextmanager
     def _undone_on_failure(self) -> Iterator[None]:
@@ -330,7 +337,11 @@ class _Attempt:
             cut = changes.cut(
                 self.taken.leaves, self.base, options, process=self.process
             )
-            findings = changes.compare(cut.own, refresh_every, executor)
+            elsewhere = self.state.elsewhere or frozenset()
+            compared = changes.compare(
+                cut.own, refresh_every, executor, elsewhere=elsewhere
+            )
+            findings, read_bytes = self.kin.share(compared, options, executor)
         changed = [f for f in findings if f.status in (Status.CHANGED, Status.REFRESH)]
         for finding in changed:
             self.base.touch(finding.chunk.leaf, finding.chunk.box)
@@ -341,6 +352,7 @@ class _Attempt:
             pack_bytes=options.pack_size(local=self.packs.is_local),
         )
         stored = SaveRows(findings)
+        stored.read_bytes = read_bytes
         try:
             with self.watch.stage("code"):
                 self._put_records(changed, writer, stored, executor)
@@ -436,6 +448,7 @@ class _Attempt:
             save_index=self.base.save_index + 1,
             wall_time=self.request.wall_time,
             packs=frozenset(packs),
+            root_uuid=self.store.root_uuid,
         )
         options = self.request.options
         self.base_plan = upkeep.plan_base(self.store, self.state, new, options)
@@ -454,6 +467,7 @@ class _Attempt:
             predecessor=self.base.predecessor,
             store_uuid=self.store.uuid if self.store else "",
             store_url=self.store.url if self.store else "",
+            root_uuid=self.store.root_uuid if self.store else "",
             options=self.request.options.recorded(),
             versions=_versions(),
             tree=taken.structure,

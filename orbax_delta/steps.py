@@ -23,7 +23,8 @@ from orbax_delta.options import MAX_CHUNK_BYTES
 from orbax_delta.parts import Row
 from orbax_delta.places import MAX_MANIFEST_DEPTH, SELF_CONTAINED_PACKS, Place
 from orbax_delta.reports import SaveReport
-from orbax_delta.store import STORE_FILE, STORE_NAME, DeltaStore, Folder
+from orbax_delta.store import STORE_NAME, DeltaStore, Folder
+from orbax_delta.storefiles import STORE_FILE
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -39,19 +40,15 @@ class Step:
         manifest: Its MANIFEST.
         rows: All of its rows; every element of every leaf lies in exactly one box.
         packs: Folder that holds its packs.
+        root_url: Root of its store, also of a step that was moved to a trash; None for
+            a self-contained one.
     """
 
     place: Place
     manifest: Manifest
     rows: Sequence[Row]
     packs: Folder
-
-    @property
-    def root_url(self) -> str | None:
-        """Folder that its store lies in, also of a step that was moved to a trash."""
-        if self.manifest.self_contained:
-            return None
-        return self.packs.url.removesuffix(f"/{STORE_NAME}/packs/")
+    root_url: str | None
 
     def as_base(self) -> Base:
         """What the next save finds stored after this step."""
@@ -76,7 +73,7 @@ def open_step(place: Place) -> Step:
         UnsupportedVersionError: A newer format wrote something of it.
         CorruptionError: A digest does not match, or the rows do not cover the leaves.
     """
-    item = Folder(place.item_url)
+    item = place.folder
     manifest = read_manifest(item)
     if manifest is None:
         raise NotFoundError(
@@ -97,7 +94,7 @@ def open_step(place: Place) -> Step:
             place.label,
             manifest.item,
         )
-    packs = packs_of(manifest, item)
+    store = store_of(manifest, place)
     try:
         rows = read_rows(item, manifest)
     except CorruptionError:
@@ -106,7 +103,13 @@ def open_step(place: Place) -> Step:
             raise
         # A repair has replaced it meanwhile, and removed the old part.
         manifest, rows = again, read_rows(item, again)
-    return Step(place=place, manifest=manifest, rows=rows, packs=packs)
+    return Step(
+        place=place,
+        manifest=manifest,
+        rows=rows,
+        packs=store.packs if store else item.child(SELF_CONTAINED_PACKS),
+        root_url=store.root.url.rstrip("/") if store else None,
+    )
 
 
 def read_manifest(item: Folder) -> Manifest | None:
@@ -123,37 +126,60 @@ def read_manifest(item: Folder) -> Manifest | None:
     return parse_manifest(data, where=item.url + MANIFEST_NAME)
 
 
-def packs_of(manifest: Manifest, item: Folder) -> Folder:
+def packs_of(manifest: Manifest, place: Place) -> Folder:
     """The folder that holds the packs of a step.
+
+    Raises:
+        NotFoundError: No folder above the step holds or names its store.
+        FormatError: The nearest store is damaged.
+    """
+    store = store_of(manifest, place)
+    return store.packs if store else place.folder.child(SELF_CONTAINED_PACKS)
+
+
+def store_of(manifest: Manifest, place: Place) -> DeltaStore | None:
+    """The store of a step; None for a self-contained one.
 
     A step keeps its store whether it lies in the root, was moved to a trash folder
     below it or is still being written: the nearest store of that identity counts.
 
     Raises:
-        NotFoundError: No folder above the step holds its store.
+        NotFoundError: No folder above the step holds or names its store.
         FormatError: The nearest store is damaged.
     """
     if manifest.self_contained:
-        return item.child(SELF_CONTAINED_PACKS)
+        return None
     others = []
-    url = item.url.rstrip("/")
-    for _ in range(MAX_MANIFEST_DEPTH):
-        url = url.rpartition("/")[0]
-        if not url or url.endswith(":/"):
-            break
-        store = DeltaStore.open(Folder(url))
+    for store in _stores(place):
         if store is not None and store.uuid == manifest.store_uuid:
-            return store.packs
+            return store
         if store is not None:
             others.append(f"{store.url} is store {store.uuid}")
     raise NotFoundError(
-        f"{item.url} needs store {manifest.store_uuid}, which is not above it"
+        f"{place.folder.url} needs store {manifest.store_uuid}, which is not above it"
         + (f" ({'; '.join(others)})" if others else "")
         + ". The step was moved or copied without its store; when it was saved the "
         f"store was {manifest.store_url}. Put the step back under the folder that "
         f"holds that {STORE_NAME}, or copy that {STORE_NAME} beside the step. If it is "
         f"there and has lost its {STORE_FILE}, `orbax-delta repair` writes it anew"
     )
+
+
+def _stores(place: Place) -> Iterator[DeltaStore | None]:
+    """Stores that may be that of a step, nearest first."""
+    url = place.item_url.rstrip("/")
+    if place.opened is not None and place.root_url is not None:
+        # A kept base of a shared store lies in that, wherever the root is.
+        yield DeltaStore.open(Folder(place.root_url))
+    for _ in range(MAX_MANIFEST_DEPTH):
+        url = url.rpartition("/")[0]
+        if not url or url.endswith(":/"):
+            break
+        yield DeltaStore.open(Folder(url))
+    above, _, kind = place.item_url.rstrip("/").rpartition("/")[0].rpartition("/")
+    if kind == "bases":
+        # Such a base, whatever root it is of.
+        yield DeltaStore.of_folder(Folder(above), Folder(above))
 
 
 def _read_part(item: Folder, part: PartEntry) -> bytes:

@@ -10,7 +10,6 @@ import fnmatch
 import functools
 import json
 import os
-import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,22 +17,22 @@ from typing import Any, Protocol
 
 import tensorstore as ts
 
-from orbax_delta import errors, jsontext, locations
+from orbax_delta import errors, locations
 from orbax_delta.locations import Location, is_local
-from orbax_delta.records import FORMAT_VERSION
+from orbax_delta.storefiles import (
+    ROOT_FILE,
+    STORE_FILE,
+    Link,
+    parse_root,
+    parse_store,
+    root_document,
+    store_document,
+)
 
 STORE_NAME = "_delta_store"
-STORE_FILE = "STORE.json"
 # Orbax's clean-up of temporary folders spares a folder that holds this file
 # (COMMIT_FILE atomicity; the default on gs://).
 COMMIT_MARKER = "commit_success.txt"
-_STORE_MAGIC = "orbax-delta-store"
-_UUID = re.compile(r"[0-9a-f]{32}")
-
-_STORE_REMEDY = (
-    "`orbax-delta repair` of this root writes it anew, if the steps agree on what it "
-    "must hold; otherwise restore it from a copy"
-)
 
 # One for all folders: they share connections, and what lies in memory.
 _CONTEXT = ts.Context(locations.RETRIES)
@@ -304,54 +303,147 @@ def _translated(what: str) -> Iterator[None]:
 
 
 class DeltaStore:
-    """The store of one manager root.
+    """The store of one manager root, or the shared one that it uses.
+
+    Keys of a store are relative to the root, those of kept bases begin with
+    `STORE_NAME` wherever the store lies.
 
     Attributes:
         root: Folder of the manager.
         uuid: Identity of the store, from STORE.json.
         folder: Folder of the store itself.
+        shared: Whether it serves the roots of its registry.
+        link: What ROOT.json of this root says; None where the store lies in the root.
         packs: Write-once files of records.
         pins: What saves in flight name.
         condemned: What prunes in flight are about to delete.
         bases: Copies of the MANIFEST and parts of kept steps, by attempt.
+        roots: The registry: entries of the roots that use a shared store, by identity.
     """
 
-    def __init__(self, root: Folder, uuid: str) -> None:
+    def __init__(
+        self,
+        root: Folder,
+        uuid: str,
+        *,
+        folder: Folder | None = None,
+        shared: bool = False,
+        link: Link | None = None,
+    ) -> None:
         self.root = root
         self.uuid = uuid
-        self.folder = root.child(STORE_NAME)
+        self.folder = folder or root.child(STORE_NAME)
+        self.shared = shared
+        self.link = link
         self.packs = self.folder.child("packs")
         self.pins = self.folder.child("pins")
         self.condemned = self.folder.child("condemned")
         self.bases = self.folder.child("bases")
+        self.roots = self.folder.child("roots")
 
     @property
     def url(self) -> str:
         """Location of the store."""
         return self.folder.url
 
+    @property
+    def root_uuid(self) -> str:
+        """Identity of the root in a shared store; empty for a store of its own."""
+        return self.link.root_uuid if self.link else ""
+
+    def read(self, key: str) -> bytes | None:
+        """The value of a key, or None when there is none."""
+        inside = key.removeprefix(f"{STORE_NAME}/")
+        return (self.root if inside == key else self.folder).read(inside)
+
+    def url_of(self, key: str) -> str:
+        """Location of a key."""
+        inside = key.removeprefix(f"{STORE_NAME}/")
+        return (self.root if inside == key else self.folder).url + inside
+
     @classmethod
     def open(cls, root: Folder) -> "DeltaStore | None":
-        """The store below `root`, or None when there is none.
+        """The store below `root` or named there, or None when there is none.
+
+        Raises:
+            FormatError: STORE.json or ROOT.json is no such file.
+            CorruptionError: A digest does not match.
+            UnsupportedVersionError: A newer format made it.
+            NotFoundError: ROOT.json names a store that is not there.
+        """
+        folder = root.child(STORE_NAME)
+        data = folder.read(STORE_FILE)
+        if data is not None:
+            identity = parse_store(data, folder.url + STORE_FILE)
+            return cls(root, identity.uuid, shared=identity.shared)
+        link = cls.read_link(root)
+        return None if link is None else cls._of_link(root, link)
+
+    @classmethod
+    def read_link(cls, root: Folder) -> Link | None:
+        """What ROOT.json of a root says; None where there is none.
+
+        Raises:
+            FormatError: It is no such file.
+            CorruptionError: Its digest does not match.
+            UnsupportedVersionError: A newer format made it.
+        """
+        folder = root.child(STORE_NAME)
+        data = folder.read(ROOT_FILE)
+        return None if data is None else parse_root(data, folder.url + ROOT_FILE)
+
+    @classmethod
+    def _of_link(cls, root: Folder, link: Link) -> "DeltaStore":
+        folder = Folder(link.store)
+        found = cls.of_folder(root, folder, link=link)
+        if found is None or found.uuid != link.store_uuid:
+            what = f"is store {found.uuid}" if found else f"holds no {STORE_FILE}"
+            raise errors.NotFoundError(
+                f"{root.url} uses the shared store {link.store_uuid}, which its "
+                f"{STORE_NAME}/{ROOT_FILE} says is {folder.url}, but that {what}. Make "
+                "it reachable there; if it has moved, a save with store=... that names "
+                "its new place changes that"
+            )
+        return found
+
+    @classmethod
+    def of_folder(
+        cls, root: Folder, folder: Folder, *, link: Link | None = None
+    ) -> "DeltaStore | None":
+        """The store that lies in `folder` itself, or None when none does.
 
         Raises:
             FormatError: STORE.json is no such file.
             CorruptionError: Its digest does not match.
             UnsupportedVersionError: A newer format made it.
         """
-        folder = root.child(STORE_NAME)
         data = folder.read(STORE_FILE)
-        return None if data is None else cls(root, _parse_store(data, folder.url))
+        if data is None:
+            return None
+        found = parse_store(data, folder.url + STORE_FILE)
+        return cls(root, found.uuid, folder=folder, shared=found.shared, link=link)
+
+    @classmethod
+    def unidentified(cls, root: Folder) -> "DeltaStore":
+        """Where the store of a root lies or would lie, whatever it is."""
+        with contextlib.suppress(errors.DeltaError):
+            own = root.child(STORE_NAME).read(STORE_FILE)
+            link = cls.read_link(root) if own is None else None
+            if link is not None:
+                folder = Folder(link.store)
+                return cls(root, "", folder=folder, shared=True, link=link)
+        return cls(root, "")
 
     @classmethod
     def open_or_create(cls, root: Folder) -> "DeltaStore":
-        """The store below `root`, made now if there is none.
+        """The store below `root` or named there, made below it if there is none.
 
         Raises:
             FormatError: STORE.json is no such file.
             UnsupportedVersionError: A newer format made it.
             CorruptionError: Its digest does not match, or there are packs but no
                 STORE.json.
+            NotFoundError: ROOT.json names a store that is not there.
         """
         existing = cls.open(root)
         if existing is not None:
@@ -359,15 +451,18 @@ class DeltaStore:
         folder = root.child(STORE_NAME)
         if folder.child("packs").names():
             return cls._of_packs(root, folder)
-        folder.write(COMMIT_MARKER, b"")
-        uuid = secrets.token_hex(16)
-        if folder.create(STORE_FILE, store_document(uuid)):
-            return cls(root, uuid)
-        # Another manager was quicker; its store is the store.
-        winner = cls.open(root)
-        if winner is None:
+        cls.create(folder, shared=False)
+        made = cls.open(root)
+        if made is None:
             raise errors.StorageError(f"{folder.url}{STORE_FILE} appeared and vanished")
-        return winner
+        return made
+
+    @classmethod
+    def create(cls, folder: Folder, *, shared: bool) -> None:
+        """Give a folder the identity of a store, unless another manager is quicker."""
+        folder.write(COMMIT_MARKER, b"")
+        document = store_document(secrets.token_hex(16), shared=shared)
+        folder.create(STORE_FILE, document)
 
     @classmethod
     def _of_packs(cls, root: Folder, folder: Folder) -> "DeltaStore":
@@ -382,49 +477,11 @@ class DeltaStore:
         )
 
     def refresh_markers(self) -> None:
-        """Rewrite the two fixed files, so that age rules on the bucket spare them."""
+        """Rewrite the fixed files, so that age rules on the bucket spare them."""
         self.folder.write(COMMIT_MARKER, b"")
-        self.folder.write(STORE_FILE, store_document(self.uuid))
-
-
-def store_document(uuid: str) -> bytes:
-    """What STORE.json of the store `uuid` holds."""
-    document = {"magic": _STORE_MAGIC, "format_version": FORMAT_VERSION, "uuid": uuid}
-    return jsontext.sealed(document) + b"\n"
-
-
-def _parse_store(data: bytes, url: str) -> str:
-    where = f"{url}{STORE_FILE}"
-    try:
-        document = jsontext.parse(data)
-    except ValueError as error:
-        raise errors.FormatError(
-            f"{where} is not JSON ({error}); {_STORE_REMEDY}"
-        ) from error
-    if not isinstance(document, dict) or document.get("magic") != _STORE_MAGIC:
-        raise errors.FormatError(
-            f"{where} is not the file of a delta store; {_STORE_REMEDY}"
-        )
-    version = document.get("format_version")
-    if type(version) is not int:
-        raise errors.FormatError(
-            f"{where} has format version {version!r:.80}, which is no whole number; "
-            f"{_STORE_REMEDY}"
-        )
-    if version != FORMAT_VERSION:
-        raise errors.UnsupportedVersionError(
-            f"{where} has format version {version!r:.80}; this package reads "
-            f"{FORMAT_VERSION}. Upgrade orbax_delta"
-        )
-    try:
-        jsontext.check_seal(document)
-    except ValueError as error:
-        raise errors.CorruptionError(
-            f"{where} is damaged ({error}); {_STORE_REMEDY}"
-        ) from error
-    uuid = document.get("uuid")
-    if type(uuid) is not str or not _UUID.fullmatch(uuid):
-        raise errors.FormatError(
-            f"{where} has no uuid of 32 hexadecimal digits; {_STORE_REMEDY}"
-        )
-    return uuid
+        document = store_document(self.uuid, shared=self.shared)
+        self.folder.write(STORE_FILE, document)
+        if self.link is not None:
+            below = self.root.child(STORE_NAME)
+            below.write(COMMIT_MARKER, b"")
+            below.write(ROOT_FILE, root_document(self.link))

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 
 from orbax_delta import bases, owners, prune, steps
 from orbax_delta.base import Base
@@ -20,11 +20,12 @@ from orbax_delta.errors import (
     StorageError,
 )
 from orbax_delta.hosts import Round
+from orbax_delta.kin import Kin
 from orbax_delta.manifests import MANIFEST_NAME, Manifest
 from orbax_delta.marks import Mark, read_marks, usable_packs
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place, without_suffix
-from orbax_delta.store import DeltaStore, Folder
+from orbax_delta.store import STORE_NAME, DeltaStore, Folder
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -42,6 +43,8 @@ class ItemState:
             their folders; None before the first save and after one that failed.
         kept: The store's bases, as far as they were read.
         named: What MANIFESTs name, as far as they were read.
+        elsewhere: Packs that other roots of a shared store name, as of the last prune;
+            None before that.
         loose: Pins to delete that the store would not delete; tried again with the
             next save.
         rounds: Saves whose keys the coordination service may still hold.
@@ -54,6 +57,7 @@ class ItemState:
     seen: frozenset[str] | None = None
     kept: dict[str, Kept] = dataclasses.field(default_factory=dict)
     named: prune.Known = dataclasses.field(default_factory=dict)
+    elsewhere: frozenset[str] | None = None
     loose: set[str] = dataclasses.field(default_factory=set)
     rounds: list[Round] = dataclasses.field(default_factory=list)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -67,24 +71,25 @@ class ItemState:
 
 
 @contextlib.contextmanager
-def pinned(
-    store: DeltaStore, state: ItemState, name: str, needed: Set[str]
-) -> Iterator[None]:
+def pinned(store: DeltaStore, state: ItemState, name: str, kin: Kin) -> Iterator[None]:
     """Name the packs that a save builds on, before it relies on them.
 
     Args:
         store: The store.
         state: State of the item; what is gone of its base is dropped.
         name: Name of the pin.
-        needed: Packs of the base.
+        kin: What else it may refer to; what is gone of that is left alone.
 
     Raises:
         StorageError: The storage refused it.
     """
+    needed = state.base.packs() | kin.packs()
     mark = Mark(owner=owners.this_process(), packs=sorted(needed))
     try:
         store.pins.write(name, mark.encode())
-        dropped = state.base.forget_packs(needed - usable_packs(store))
+        gone = needed - usable_packs(store)
+        kin.forget_packs(gone)
+        dropped = state.base.forget_packs(gone)
         if dropped:
             _logger.warning(
                 "%d stored chunks are gone from %s; writing them in full",
@@ -162,18 +167,40 @@ def tidy(
             _let_go(store, state)
             state.seen = None  # they may have held packs back
         if options.auto_prune:
-            found = frozenset(map(without_suffix, prune.manifest_keys(store)))
+            found = _manifest_keys(store, state)
             again = saved is not None and f"{saved.step_name}/{saved.item}" in {
                 key.rpartition("/")[0] for key in state.seen or ()
             }
             if state.seen is None or again or not state.seen <= found:
                 planned = prune.plan(store, known=state.named)
+                state.elsewhere = planned.elsewhere
                 prune.execute(store, planned, known=state.named)
             state.seen = found
+        else:
+            look_elsewhere(store, state)
         store.refresh_markers()
     except DeltaError as error:
         # Whatever became of the save: what could not be tidied is garbage, not harm.
         _logger.warning("while tidying up: %s", error)
+
+
+def look_elsewhere(store: DeltaStore, state: ItemState) -> None:
+    """Find out, once, what other roots need, for a process that does not prune."""
+    try:
+        if store.shared and state.elsewhere is None:
+            _, state.elsewhere = prune.named_packs(store, known=state.named)
+    except DeltaError as error:
+        _logger.warning("what other roots need is not known: %s", error)
+
+
+def _manifest_keys(store: DeltaStore, state: ItemState) -> frozenset[str]:
+    """MANIFESTs of this root and its bases; what other roots do is their affair."""
+    of_others = {
+        f"{STORE_NAME}/bases/{attempt}/{MANIFEST_NAME}"
+        for attempt, kept in state.kept.items()
+        if kept.root_uuid != store.root_uuid
+    }
+    return frozenset(map(without_suffix, prune.manifest_keys(store) - of_others))
 
 
 def confirm(place: Place, state: ItemState | None) -> None:

@@ -157,8 +157,9 @@ def store_lines(root: Document, *, bases: bool) -> list[str | Text]:
     store = root["store"]
     lines: list[str | Text] = []
     if store["packs"]:
+        kind = f"Shared store {store['url']}" if store["shared"] else "Store"
         lines.append(
-            f"Store: {_packs(store['packs'], store['bytes'])}. Are some dead? "
+            f"{kind}: {_packs(store['packs'], store['bytes'])}. Are some dead? "
             f"orbax-delta prune --dry-run {root['root']}"
         )
     # Several items of a step are kept on their own; a damaged one keeps nothing.
@@ -367,6 +368,27 @@ def prune_lines(prune: Document) -> list[str]:
     else:
         done = _packs(len(prune["deleted"]), prune["deleted_bytes"])
         lines.append(f"Deleted: {done}.")
+    return lines
+
+
+def forget_lines(forget: Document, *, done: bool) -> list[str]:
+    """What a root's leaving the registry means, before it and after."""
+    lines = []
+    for root in forget["roots"]:
+        where = root["root"] or "an unreadable entry"
+        bases = _count(root["bases"], "kept base")
+        if done:
+            lines.append(f"Forgot {where} ({root['uuid']}); {bases} released.")
+            continue
+        there = (
+            "it cannot be reached from here"
+            if root["steps"] is None
+            else f"{_count(root['steps'], 'MANIFEST')} of it can be read from here"
+        )
+        lines.append(
+            f"{where} ({root['uuid']}): {there}; the store keeps {bases} of it. The "
+            "next prune deletes the packs that only these need."
+        )
     return lines
 
 

@@ -29,7 +29,7 @@ from orbax_delta import (
     marks,
     records,
     steps,
-    store,
+    storefiles,
 )
 from orbax_delta.codecs import Form
 from orbax_delta.errors import DeltaError
@@ -243,9 +243,10 @@ def mark(data: bytes) -> None:
 def store_file(data: bytes) -> None:
     """STORE.json."""
     file = _json_file(seeds().store, Choices(data))
-    uuid = _or_delta_error(store._parse_store, file, "a/")
-    if uuid is not None:
-        assert store._parse_store(store.store_document(uuid), "again/") == uuid
+    found = _or_delta_error(storefiles.parse_store, file, "a/STORE.json")
+    if found is not None:
+        again = storefiles.store_document(found.uuid, shared=found.shared)
+        assert storefiles.parse_store(again, "again") == found
 
 
 def _json_file(seed: bytes, choices: Choices) -> bytes:

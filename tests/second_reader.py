@@ -35,7 +35,7 @@ PACK = re.compile(r"([0-9a-f]{32})-p\d{1,9}-(\d{1,9})", re.ASCII)
 PART = re.compile(r"part-([0-9a-f]{32})-p\d{1,9}", re.ASCII)
 MOST_ROWS, LONGEST_LIST, MOST_LEVELS = 1 << 26, 200, 100
 FIELDS = {  # 8.2
-    **dict.fromkeys(("attempt", "item", "store_uuid", "store_url"), str),
+    **dict.fromkeys(("attempt", "item", "store_uuid", "store_url", "root_uuid"), str),
     **dict.fromkeys(("options", "versions", "tree", "report"), dict),
     **dict.fromkeys(("leaves", "shardings", "packs", "parts"), list),
     **{"step": int | None, "wall_time": int | float, "save_index": int},
@@ -131,7 +131,8 @@ def read_manifest(data: bytes) -> dict[str, Any]:
         )
         check(fits, f"field {name}")
     check(HEX.fullmatch(document["attempt"]), "attempt")
-    check(HEX.fullmatch(document["store_uuid"] or "0" * 32), "store_uuid")
+    for name in ("store_uuid", "root_uuid"):
+        check(HEX.fullmatch(document[name] or "0" * 32), name)
     check(document["shardings"][:1] == [None], "the first sharding is null")
     packs = document["packs"]
     check(all(map(PACK.fullmatch, packs)), "names of packs")
@@ -200,28 +201,43 @@ def _check_leaf(leaf: dict[str, Any], shardings: int) -> None:
 
 def find_store(folder: Path, uuid: str) -> Path:
     """The store of a step (2.3)."""
-    for above in list(folder.parents)[:5]:
-        store = above / "_delta_store"
-        if (store / "STORE.json").is_file():
-            document = parse_json((store / "STORE.json").read_bytes())
-            check(document["magic"] == "orbax-delta-store", f"{store} is no store")
-            if document["format_version"] != 0:
-                raise UnknownVersionError(
-                    f"{store} of version {document['format_version']}"
-                )
-            rest = {name: document[name] for name in set(document) - {"digest"}}
-            text = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
-            found = xxhash.xxh3_128_hexdigest(text)
-            check(document["digest"] == found, f"digest of {store} is {found}")
-            # 9: sorted names, no white space, ASCII only; then its `digest` is right.
-            sealed = {key: document[key] for key in document.keys() - {"digest"}}
-            text = json.dumps(sealed, sort_keys=True, separators=(",", ":"))
-            digest = xxhash.xxh3_128_hexdigest(text.encode())
-            check(digest == document["digest"], f"digest of {store}")
-            check(HEX.fullmatch(document["uuid"]), f"uuid of {store}")
-            if document["uuid"] == uuid:
+    stores = [_store_of_root(above) for above in list(folder.parents)[:5]]
+    if folder.parent.name == "bases":
+        stores.append(folder.parents[1])
+    for store in stores:
+        if store is not None and (store / "STORE.json").is_file():
+            found = _sealed(store / "STORE.json", "orbax-delta-store")
+            check(HEX.fullmatch(found["uuid"]), f"uuid of {store}")
+            check(type(found["shared"]) is bool, f"shared of {store}")
+            if found["uuid"] == uuid:
                 return store
     raise DamagedError(f"no store {uuid} above {folder}")
+
+
+def _store_of_root(root: Path) -> Path | None:
+    """Where a root has its store: below it, or where its ROOT.json says (9.4)."""
+    below = root / "_delta_store"
+    if (below / "STORE.json").is_file() or not (below / "ROOT.json").is_file():
+        return below
+    found = _sealed(below / "ROOT.json", "orbax-delta-root")
+    for name in ("root_uuid", "store_uuid"):
+        check(HEX.fullmatch(found[name]), f"{name} of {below}")
+    # This reader opens local files alone.
+    return Path(found["store"]) if isinstance(found["store"], str) else None
+
+
+def _sealed(path: Path, magic: str) -> dict[str, Any]:
+    """A small file of a store, its digest checked (9)."""
+    document = parse_json(path.read_bytes())
+    check(document["magic"] == magic, f"{path} is no such file")
+    if document["format_version"] != 0:
+        raise UnknownVersionError(f"{path} of version {document['format_version']}")
+    # Sorted names, no white space, ASCII only; then its `digest` is right.
+    rest = {name: document[name] for name in document.keys() - {"digest"}}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+    digest = xxhash.xxh3_128_hexdigest(text)
+    check(digest == document["digest"], f"digest of {path} is {digest}")
+    return document
 
 
 # --- parts --------------------------------------------------------------------------

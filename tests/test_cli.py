@@ -125,6 +125,7 @@ def test_ls_as_json(made, document):
     assert found["store"] == {
         "url": f"{made}/{STORE}/",
         "uuid": DeltaStore.open(Folder(str(made))).uuid,
+        "shared": False,
         "packs": len(packs_on_disk(made)),
         "bytes": strategies.disk_bytes(made / STORE / "packs"),
     }

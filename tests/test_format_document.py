@@ -32,6 +32,7 @@ from orbax_delta import (
     reports,
     shardings,
     store,
+    storefiles,
     trees,
 )
 from orbax_delta.columns import INLINE
@@ -392,7 +393,7 @@ def test_reports_and_options_have_the_documented_fields():
 
 def test_files_of_a_store_have_the_documented_fields():
     """STORE.json, pins, condemned marks and their owners."""
-    document = json.loads(store.store_document("ab" * 16))
+    document = json.loads(storefiles.store_document("ab" * 16))
     table = TABLES["9.1"][0]
     assert sorted(document) == _names(table)
     meaning = {row["field"]: row["meaning"] for row in table}
@@ -488,10 +489,12 @@ def test_a_saved_root_has_the_documented_files(root):
     patterns = {row["name"]: row["pattern"] for row in TABLES["2.1"][0]}
     documented = {
         "STORE.json": "STORE.json",
+        "ROOT.json": "ROOT.json",
         "commit_success.txt": "commit_success.txt",
         "packs/*": f"packs/{patterns['pack']}",
         "pins/*": f"pins/{patterns['pin']}",
         "condemned/*": f"condemned/{patterns['condemned mark']}",
+        "roots/*": f"roots/{patterns['root']}",
         "bases/*": f"bases/{patterns['attempt']}/({patterns['part']}|MANIFEST)",
         "part-*": patterns["part"],
         "MANIFEST": "MANIFEST",
@@ -503,7 +506,29 @@ def test_a_saved_root_has_the_documented_files(root):
         matches = [key for key, p in documented.items() if re.fullmatch(p, name)]
         assert matches, name
         used.update(matches)
-    assert used == set(documented) - {"condemned/*"}
+    assert used == set(documented) - {"condemned/*", "ROOT.json", "roots/*"}
+
+
+def test_a_root_of_a_shared_store_has_the_documented_files(root, tmp_path):
+    """Section 9.4: their places, names and fields."""
+    where = tmp_path / "store"
+    registry = orbax_delta.handler_registry(store=str(where))
+    with ocp.CheckpointManager(root, handler_registry=registry) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": np.arange(1000.0)}))
+        manager.wait_until_finished()
+    below = root / store.STORE_NAME
+    files = ["ROOT.json", "commit_success.txt"]
+    assert sorted(path.name for path in below.iterdir()) == files
+    assert all(f"    {name}\n" in DOCUMENT for name in files)
+    (entry,) = (where / "roots").iterdir()
+    (pattern,) = [row["pattern"] for row in TABLES["2.1"][0] if row["name"] == "root"]
+    assert re.fullmatch(pattern, entry.name)
+    for table, path in zip(TABLES["9.4"], (below / "ROOT.json", entry), strict=True):
+        document = json.loads(path.read_text())
+        assert sorted(document) == _names(table)
+        meaning = {row["field"]: row["meaning"] for row in table}
+        assert str(document["format_version"]) == meaning["format_version"]
+        assert f"`{document['magic']}`" == f"`{meaning['magic']}`"
 
 
 def test_a_condemned_mark_has_the_documented_name(tmp_path):

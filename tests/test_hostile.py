@@ -32,7 +32,7 @@ from orbax_delta import (
     parts,
     records,
     restore,
-    store,
+    storefiles,
 )
 from orbax_delta.errors import (
     CorruptionError,
@@ -73,7 +73,9 @@ PARSERS = {
     "pack": lambda data: records.parse_pack(memoryview(data)),
     "record": lambda data: records.parse_record(memoryview(data)),
     "mark": lambda data: marks.parse_mark(data, where="a file"),
-    "store": lambda data: store._parse_store(data, "a file"),
+    "store": lambda data: storefiles.parse_store(data, "a file"),
+    "root": lambda data: storefiles.parse_root(data, "a file"),
+    "entry": lambda data: storefiles.parse_entry(data, "a file"),
     "frame": lambda data: frames.decompress_text(data, 64),
     "empty frame": lambda data: frames.decompress(data, 0),
 }

@@ -42,6 +42,7 @@ GOLDEN_BODY = (
     '"predecessor":{"attempt":"0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f","step":"6"},'
     '"report":{"step":"7"},'
     '"required_features":[],'
+    '"root_uuid":"",'
     '"save_index":3,'
     '"shardings":[null],'
     '"step":7,'
@@ -149,7 +150,7 @@ def test_a_manifest_is_these_bytes():
     """
     line, frame = manifests.encode_manifest(MANIFEST).split(b"\n", 1)
     digest = xxhash.xxh3_128_hexdigest(frame)
-    assert line.decode() == f"ORBAX-DELTA-MANIFEST 0 {digest} 860"
+    assert line.decode() == f"ORBAX-DELTA-MANIFEST 0 {digest} 875"
     assert _text(line + b"\n" + frame) == GOLDEN_BODY.encode()
 
 

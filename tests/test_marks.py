@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import xxhash
 
-from orbax_delta import jsontext, marks, owners, store
+from orbax_delta import jsontext, marks, owners, store, storefiles
 from orbax_delta.errors import (
     CorruptionError,
     DeltaError,
@@ -27,8 +27,8 @@ GOLDEN_PIN = (
 PIN = Mark(owner=Owner(host="node-1", pid=4711, start="99"), packs=(PACK,))
 
 GOLDEN_STORE = (
-    b'{"digest": "f28ec571c9f9b76ac8cf30f6d92ceb3c", "format_version": 0, '
-    b'"magic": "orbax-delta-store", '
+    b'{"digest": "61480639f541dda8e7e9d6312ff3c740", "format_version": 0, '
+    b'"magic": "orbax-delta-store", "shared": false, '
     b'"uuid": "abababababababababababababababab"}\n'
 )
 
@@ -65,7 +65,9 @@ def test_any_mark_comes_back(host, pid, start, count):
 @pytest.mark.parametrize("golden", [GOLDEN_PIN, GOLDEN_STORE], ids=["pin", "store"])
 def test_a_changed_byte_is_noticed(golden):
     """All 255 other values at each byte; other white space and -0 mean the same."""
-    parse = _parse if golden is GOLDEN_PIN else lambda d: store._parse_store(d, "r/")
+    parse = (
+        _parse if golden is GOLDEN_PIN else lambda d: storefiles.parse_store(d, "r/")
+    )
     spaces = bytes.maketrans(b"\t\r\n", b"   ")
     for position in range(len(golden)):
         damaged = bytearray(golden)
@@ -87,7 +89,7 @@ def test_a_changed_name_is_noticed():
         _parse(damaged)
     damaged = GOLDEN_STORE.replace(b'"ab', b'"bb')
     with pytest.raises(CorruptionError, match="repair` of this root writes it anew"):
-        store._parse_store(damaged, "r/")
+        storefiles.parse_store(damaged, "r/")
 
 
 def test_the_digest_is_that_of_the_canonical_text():
@@ -181,8 +183,9 @@ def test_this_process_is_alive_and_others_are_known_by_number_and_start():
 
 def test_the_store_file_is_these_bytes():
     """Literal JSON of STORE.json, and its identity read back."""
-    assert store.store_document("ab" * 16) == GOLDEN_STORE
-    assert store._parse_store(GOLDEN_STORE, "root/") == "ab" * 16
+    assert storefiles.store_document("ab" * 16) == GOLDEN_STORE
+    found = storefiles.parse_store(GOLDEN_STORE, "root/STORE.json")
+    assert found == storefiles.Identity(uuid="ab" * 16, shared=False)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +215,11 @@ def test_the_store_file_is_these_bytes():
         (_store_file(uuid="AB" * 16), FormatError, "has no uuid"),
         (_store_file(uuid="ab" * 17), FormatError, "has no uuid"),
         (_store_file(uuid="ab" * 16 + "\n"), FormatError, "has no uuid"),
+        (_store_file(shared=1), FormatError, "does not say whether it is shared"),
+        (_store_file(shared=None), FormatError, "does not say whether it is shared"),
     ],
 )
 def test_a_damaged_store_file_is_refused(data, error, message):
     """Nothing is saved to, or pruned from, a store that cannot be told apart."""
     with pytest.raises(error, match=message):
-        store._parse_store(data, "root/_delta_store/")
+        storefiles.parse_store(data, "root/_delta_store/STORE.json")

@@ -1,7 +1,10 @@
 """Option values: every field has a range, and what is out of it is named."""
 
 import dataclasses
+import json
 import os
+import pathlib
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -41,6 +44,7 @@ def test_defaults_are_those_of_the_documentation():
         "auto_prune": True,
         "vote_timeout": 900.0,
         "processes": None,
+        "store": None,
     }
 
 
@@ -55,7 +59,7 @@ def test_packs_are_larger_in_buckets():
 def test_every_number_has_a_range_here():
     """A new option comes with its range in this table."""
     names = {field.name for field in dataclasses.fields(DeltaOptions)}
-    assert names == set(RANGES) | {"auto_prune", "processes"}
+    assert names == set(RANGES) | {"auto_prune", "processes", "store"}
 
 
 @pytest.mark.parametrize("processes", [(), 0, (0, 0), (-1,), (True,), "01", {0: 1}])
@@ -136,3 +140,53 @@ def test_a_chunk_that_is_only_renewed_has_not_changed(root):
     report = orbax_delta.save_report(root / "1")
     assert report.chunks_by_form == {"planes": 1}
     assert (report.elements_changed, report.blocks_changed) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (None, None),
+        ("/runs/store", "/runs/store"),
+        ("/runs/./a/../store/", "/runs/store"),
+        (pathlib.Path("/runs/store"), "/runs/store"),
+        ("s3://bucket/store", "s3://bucket/store"),
+        ({"driver": "s3", "bucket": "b"}, {"driver": "s3", "bucket": "b"}),
+        (
+            types.MappingProxyType({"driver": "s3", "path": "a/"}),
+            {"driver": "s3", "path": "a/"},
+        ),
+    ],
+)
+def test_what_can_be_a_store(given, taken):
+    """Paths become absolute; options stay values that can be compared and hashed."""
+    options = DeltaOptions(store=given)
+    assert options.store == taken
+    assert options == DeltaOptions(store=taken)
+    assert hash(options) == hash(DeltaOptions(store=taken))
+    document = options.recorded()
+    text = document.pop("store")
+    assert (json.loads(text) if isinstance(taken, dict) else text) == taken
+    assert document == {
+        name: value
+        for name, value in DeltaOptions().recorded().items()
+        if name != "store"
+    }
+
+
+def test_a_relative_store_is_taken_from_the_working_directory(tmp_path, monkeypatch):
+    """Of the process that makes the options, when it makes them."""
+    monkeypatch.chdir(tmp_path)
+    assert DeltaOptions(store="store").store == str(tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("", "a\0b", 3, b"/store", [], {}, {"bucket": "b"}, {"driver": 3}),
+        *({"driver": "s3", "x": object()}, {"driver": "s3", "x": float("nan")}),
+    ],
+)
+def test_what_cannot_be_a_store(value):
+    """Neither a path nor JSON with a driver."""
+    with pytest.raises(InvalidInputError, match=r"DeltaOptions.store is .*; expected"):
+        DeltaOptions(store=value)

@@ -1,0 +1,197 @@
+"""Kin: what other runs and items already have in the same store, found by content.
+
+An item without a base (the first save of a run) refers to chunks that the newest step
+of another root, or of another item of its root, has stored. Their packs are pinned
+before they are looked at, and bytes are compared before a chunk is shared: a digest
+only says where to look. Does not belong here: copies within one save (`changes`).
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence, Set
+
+import numpy as np
+
+from orbax_delta import chunks, prune, reader, registry, steps
+from orbax_delta.background import Pool
+from orbax_delta.changes import ContentKey, Finding, Status, content_key
+from orbax_delta.dtypes import Rule
+from orbax_delta.errors import DeltaError
+from orbax_delta.manifests import Manifest
+from orbax_delta.options import DeltaOptions
+from orbax_delta.parts import Ref, Row
+from orbax_delta.places import TEMPORARY_SUFFIX, Place, locate
+from orbax_delta.store import DeltaStore, Folder
+
+_logger = logging.getLogger("orbax_delta")
+
+MAX_CANDIDATES = 1_000_000
+"""Most contents that are looked for: what a save may keep in memory for this."""
+
+_STEP_KEY_PARTS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Relative:
+    """The newest step of another root or item."""
+
+    place: Place
+    manifest: Manifest
+
+
+class Kin:
+    """The newest steps of other roots and items that use a store.
+
+    Args:
+        packs: Folder of the packs.
+        relatives: Those steps, newest first.
+    """
+
+    def __init__(self, packs: Folder, relatives: Sequence[_Relative]) -> None:
+        self._packs = packs
+        self._relatives = relatives
+        self._gone: Set[str] = frozenset()
+
+    @classmethod
+    def of(cls, store: DeltaStore, place: Place) -> "Kin":
+        """Look for them; what cannot be read is logged and left out.
+
+        Args:
+            store: The store.
+            place: What is to be saved.
+        """
+        found: list[_Relative] = []
+        try:
+            found += _newest(store.root, store.uuid, but=place.item)
+            for root in registry.reachable(store):
+                found += _newest(root, store.uuid)
+        except DeltaError as error:
+            _logger.warning("chunks of other runs are not looked for: %s", error)
+        found.sort(key=lambda one: one.manifest.wall_time, reverse=True)
+        return cls(store.packs, found)
+
+    def packs(self) -> set[str]:
+        """What the steps found need: to be pinned before `share` relies on it."""
+        return {pack for one in self._relatives for pack in one.manifest.packs}
+
+    def forget_packs(self, gone: Set[str]) -> None:
+        """Rely on none of these."""
+        self._gone = gone
+
+    def share(
+        self, findings: Sequence[Finding], options: DeltaOptions, executor: Pool
+    ) -> tuple[list[Finding], int]:
+        """Mark as shared what is stored already.
+
+        Returns:
+            The findings in order, and the bytes read to compare.
+        """
+        if not self._relatives:
+            return list(findings), 0
+        wanted: dict[ContentKey, Finding] = {}
+        for finding in findings:
+            if finding.status is Status.CHANGED and finding.chunk.stored is None:
+                wanted.setdefault(content_key(finding), finding)
+        lists = self._lists(wanted.keys(), options)
+        requests = {
+            _place(wanted[key]): _request(wanted[key], lists[key]) for key in lists
+        }
+        found = {_place(finding): finding for finding in wanted.values()}
+        count = reader.ReadCount()
+        shared: dict[tuple[int, chunks.Box], Finding] = {}
+        for got in reader.fetch(
+            self._packs, requests.values(), executor=executor, count=count
+        ):
+            row = got.request.row
+            finding = found[row.leaf, row.box]
+            if got.content is None:
+                _logger.warning("%s; writing the chunk in full", got.error)
+            elif np.array_equal(got.content, finding.chunk.content()):
+                shared[row.leaf, row.box] = dataclasses.replace(
+                    finding, status=Status.SHARED, refs=row.refs
+                )
+        marked = [shared.get(_place(finding), finding) for finding in findings]
+        return marked, count.bytes
+
+    def _lists(
+        self, wanted: Set[ContentKey], options: DeltaOptions
+    ) -> dict[ContentKey, tuple[Ref, ...]]:
+        """A list of records for each wanted content that one of the steps has."""
+        found: dict[ContentKey, tuple[Ref, ...]] = {}
+        for one in self._relatives if wanted else ():
+            try:
+                rows = steps.read_rows(one.place.folder, one.manifest)
+            except DeltaError as error:
+                _logger.warning("what %s has is not shared: %s", one.place.label, error)
+                continue
+            for row in rows:
+                key = _key_of(row, one.manifest)
+                usable = row.rule is Rule.NONE and len(row.refs) <= options.max_chain
+                whole = usable and not any(ref.pack in self._gone for ref in row.refs)
+                if whole and key in wanted and len(found) < MAX_CANDIDATES:
+                    found.setdefault(key, row.refs)
+        return found
+
+
+def _newest(root: Folder, store_uuid: str, but: str | None = None) -> list[_Relative]:
+    """The newest step of each item of a root that has its packs in this store.
+
+    Args:
+        root: The root.
+        store_uuid: Identity of the store.
+        but: Item that is left out.
+    """
+    newest: dict[str, Place] = {}
+    for place in _places(root):
+        known = newest.get(place.item)
+        if place.item != but and (known is None or _number(place) > _number(known)):
+            newest[place.item] = place
+    found = []
+    for place in newest.values():
+        try:
+            manifest = steps.read_manifest(place.folder)
+        except DeltaError as error:
+            _logger.warning("what %s has is not shared: %s", place.label, error)
+            continue
+        if manifest is not None and manifest.store_uuid == store_uuid:
+            found.append(_Relative(place=place, manifest=manifest))
+    return found
+
+
+def _places(root: Folder) -> Iterator[Place]:
+    """Finished steps; others may go at any time, and those in a trash will."""
+    for key in prune.step_keys(root):
+        path, _, _ = key.rpartition("/")
+        place = locate(root.url + path)
+        finished = TEMPORARY_SUFFIX not in key
+        if finished and len(key.split("/")) == _STEP_KEY_PARTS and place.root_url:
+            yield place
+
+
+def _number(place: Place) -> int:
+    return -1 if place.step is None else place.step
+
+
+def _key_of(row: Row, manifest: Manifest) -> ContentKey:
+    element = manifest.leaves[row.leaf].element
+    size = element.content_bytes(chunks.element_count(row.box))
+    return row.digest, size, element.word_bytes
+
+
+def _place(finding: Finding) -> tuple[int, chunks.Box]:
+    return finding.chunk.leaf_index, finding.chunk.box
+
+
+def _request(finding: Finding, refs: tuple[Ref, ...]) -> reader.Request:
+    """How to read what is stored, as if it were this chunk."""
+    leaf_index, box = _place(finding)
+    row = Row(
+        leaf=leaf_index,
+        box=box,
+        digest=finding.digest,
+        rule=Rule.NONE,
+        refs=refs,
+        since=0,
+        age=0,
+    )
+    return reader.Request(leaf=finding.chunk.leaf, row=row)
