@@ -16,7 +16,7 @@ from orbax_delta.codecs import FORM_NUMBERS, Bytes, Form
 from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
 from orbax_delta.options import MAX_CHUNK_BYTES
 
-FORMAT_VERSION = 0
+FORMAT_VERSION = 1
 
 RECORD_MAGIC = b"ODR0"
 PACK_MAGIC = b"ODPACK\r\n"

@@ -129,27 +129,27 @@ class SaveReport:
     def from_document(
         cls, document: Mapping[str, Any], *, where: str = "a MANIFEST"
     ) -> "SaveReport":
-        """The report that a MANIFEST holds.
+        """The report that a MANIFEST holds; what else it says is not looked at.
 
         Args:
             document: Its JSON.
             where: Path of the MANIFEST, for messages.
 
         Raises:
-            FormatError: Fields are missing or unknown, or what they hold is no text,
-                size or time.
+            FormatError: Fields are missing, or what they hold is no text, size or time.
         """
         kinds = {field.name: field.type for field in dataclasses.fields(cls)}
-        wrong = sorted(set(document) ^ set(kinds))
-        wrong = wrong or [
-            name for name, kind in kinds.items() if not _is(kind, document[name])
+        wrong = [
+            name
+            for name, kind in kinds.items()
+            if name not in document or not _is(kind, document[name])
         ]
         if wrong:
             raise FormatError(
                 f"the report of {where} is damaged in {', '.join(wrong):.300}; the "
                 "step may be whole, `orbax-delta verify` tells"
             )
-        return cls(**document)
+        return cls(**{name: document[name] for name in kinds})
 
 
 _SUMMED = (

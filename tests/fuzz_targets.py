@@ -64,7 +64,7 @@ class Seeds:
         packs = [path.read_bytes() for path in sorted((folder / "packs").iterdir())]
         owner = {"host": "h", "pid": 1, "start": "2"}
         names = sorted(path.name for path in (folder / "packs").iterdir())
-        document = {"format_version": 0, "owner": owner, "packs": names[:3]}
+        document = {"format_version": 1, "owner": owner, "packs": names[:3]}
         return cls(
             manifest=(hostile.item_folder(root, 2) / MANIFEST_NAME).read_bytes(),
             part=hostile.part_file(root, 2).read_bytes(),

@@ -1,11 +1,12 @@
 """Writes the golden store: a small one of every form, rule and kind of leaf, kept.
 
-`python tests/golden.py` writes `tests/golden/v0/`: a manager's root, a self-contained
-step and, in `expected.json.zst`, the bits that each leaf must have. `test_golden.py`
+`python tests/golden.py` writes `tests/golden/v1/`: a manager's root, a self-contained
+step, a root that two processes have saved to and, in `expected.json.zst`, the bits that
+each leaf must have. `test_golden.py`
 restores it with the package and with the second reader, so that what was once written
 stays readable. It is written anew only with a new format version: while
 `FORMAT_VERSION` is the one of the folder this script refuses, unless told `--force`
-(which is right as long as version 0 may change).
+(which is right until a release has written that version).
 
 Nothing of the machine that wrote it may matter to a reader, and no path of it may be
 in it: each save is made in a temporary folder, of which MANIFESTs keep only `golden`.
@@ -13,7 +14,10 @@ in it: each save is made in a temporary folder, of which MANIFESTs keep only `go
 
 import dataclasses
 import json
+import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +38,8 @@ STEPS = range(6)
 SIZE = 2100
 MOST_BYTES = 100_000
 EXPECTED = "expected.json.zst"
+TOGETHER = range(2)
+"""Steps that two processes save, and the processes."""
 
 _MASKS = {"int4": 15, "uint4": 15, "float4_e2m1fn": 15, "int2": 3, "uint2": 3}
 _DTYPES = (
@@ -153,13 +159,68 @@ def write(folder):
             manager.wait_until_finished()
     with ocp.Checkpointer(orbax_delta.DeltaCheckpointHandler()) as checkpointer:
         checkpointer.save(folder / "alone", args=orbax_delta.DeltaSave(state(3)))
+    _write_together(folder / "together")
     for path in folder.rglob("commit_success.txt"):
         # Orbax writes the folder into these, and reads only that they are there.
         path.write_text(path.read_text().replace(str(folder), "golden"))
     expected = {f"run/{step}/default": leaves(state(step)) for step in STEPS}
     expected["alone"] = leaves(state(3))
+    for step in TOGETHER:
+        expected[f"together/{step}/default"] = leaves(shared_state(step))
     text = json.dumps(expected, sort_keys=True).encode()
     (folder / EXPECTED).write_bytes(zstandard.compress(text, 19))
+
+
+def shared_state(step, put=lambda array, *spec: jnp.asarray(array)):
+    """The state that two processes save: split, on both, and the primary's."""
+    whole = np.array(state(0)["weights"][:2048]).reshape(64, 32)
+    whole[step * 7] += step
+    return {
+        "rows": put(whole, "x"),
+        "columns": put(whole + 1, None, "x"),
+        "both": put(-whole),
+        "number": step,
+        "text": "two",
+    }
+
+
+def _write_together(root):
+    """Have two processes save to `root`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, __file__, "--process", str(root), str(port)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    children = [
+        subprocess.Popen([*command, str(process)], env=environment)
+        for process in TOGETHER
+    ]
+    if any(code for code in [child.wait(timeout=120) for child in children]):
+        sys.exit("a process that was to save together with another one failed")
+
+
+def _save_together(root, port, process):
+    """What each of them does."""
+    jax.distributed.initialize(
+        coordinator_address=f"127.0.0.1:{port}",
+        num_processes=len(TOGETHER),
+        process_id=int(process),
+    )
+    mesh = jax.sharding.Mesh(jax.devices(), ("x",))
+
+    def put(array, *spec):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.make_array_from_callback(
+            array.shape, sharding, lambda index: array[index]
+        )
+
+    save.encode_manifest = _neutral(save.encode_manifest)
+    registry = orbax_delta.handler_registry(
+        chunk_bytes=1024, keep_bases=0, full_every=100, threads=1
+    )
+    with ocp.CheckpointManager(root, handler_registry=registry) as manager:
+        for step in TOGETHER:
+            manager.save(step, args=ocp.args.StandardSave(shared_state(step, put)))
+            manager.wait_until_finished()
 
 
 def expected_leaves(folder):
@@ -179,6 +240,9 @@ def _neutral(encode):
 
 def main(arguments):
     """Write the store, unless there is one of this version."""
+    if arguments[:1] == ["--process"]:
+        _save_together(*arguments[1:])
+        return
     if FOLDER.exists() and "--force" not in arguments:
         sys.exit(
             f"{FOLDER} holds a store of format version {FORMAT_VERSION} already. It is "

@@ -107,7 +107,7 @@ def digest(data: bytes) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-def manifest_bytes(document: Any, *, version: str = "0") -> bytes:
+def manifest_bytes(document: Any, *, version: str = "1") -> bytes:
     """A MANIFEST of any document, or of any text."""
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
     frame = zstandard.ZstdCompressor(level=1).compress(text)
@@ -211,7 +211,7 @@ def pack_bytes(head: bytes, found: Sequence[bytes]) -> bytes:
 def part_head(*, path: Path, rows: int) -> bytes:
     """The header of a part of that many rows of one constant and no dimension each."""
     attempt = bytes.fromhex(path.name[5:37])
-    return PART_HEAD.pack(b"ODPART\r\n", 0, 0, rows, rows, 0, 40 * rows, attempt)
+    return PART_HEAD.pack(b"ODPART\r\n", 1, 0, rows, rows, 0, 40 * rows, attempt)
 
 
 def manifest_of_part(manifest: bytes, part: bytes) -> bytes:

@@ -114,7 +114,7 @@ def read_manifest(data: bytes) -> dict[str, Any]:
     line, _, frame = data.partition(b"\n")
     version = re.match(rb"ORBAX-DELTA-MANIFEST (\d{1,9})(?![^ ])", line)
     check(version, "no MANIFEST")
-    if int(version[1]):
+    if int(version[1]) != 1:
         raise UnknownVersionError(f"MANIFEST of version {int(version[1])}")
     rest = re.fullmatch(rb" ([0-9a-f]{32}) (\d{1,12})", line[version.end() :])
     check(rest, "header line of the MANIFEST")
@@ -230,7 +230,7 @@ def _sealed(path: Path, magic: str) -> dict[str, Any]:
     """A small file of a store, its digest checked (9)."""
     document = parse_json(path.read_bytes())
     check(document["magic"] == magic, f"{path} is no such file")
-    if document["format_version"] != 0:
+    if document["format_version"] != 1:
         raise UnknownVersionError(f"{path} of version {document['format_version']}")
     # Sorted names, no white space, ASCII only; then its `digest` is right.
     rest = {name: document[name] for name in document.keys() - {"digest"}}
@@ -260,7 +260,7 @@ def _part(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> list
         "<8sHHIIIQ16s", data[:48]
     )
     check(magic == b"ODPART\r\n", "magic of a part")
-    if version:
+    if version != 1:
         raise UnknownVersionError(f"part of version {version}")
     check(not flags and attempt.hex() == name[1], "header of a part")
     check(rows == entry["rows"], "rows of a part")

@@ -306,20 +306,20 @@ def newer_store(root):
     """STORE.json of a format to come."""
     path = root / STORE / "STORE.json"
     document = json.loads(path.read_text())
-    path.write_text(json.dumps({**document, "format_version": 1}))
+    path.write_text(json.dumps({**document, "format_version": 2}))
 
 
 def newer_manifest(root):
     """A MANIFEST of a format to come."""
     path = root / "0" / "default" / "MANIFEST"
-    path.write_bytes(path.read_bytes().replace(b"MANIFEST 0 ", b"MANIFEST 1 ", 1))
+    path.write_bytes(path.read_bytes().replace(b"MANIFEST 1 ", b"MANIFEST 2 ", 1))
 
 
 def newer_mark(root, folder):
     """A pin or mark of a format to come."""
     path = root / STORE / folder / ("0" * 32 + "-p0")
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"format_version": 1, "anything": "else"}))
+    path.write_text(json.dumps({"format_version": 2, "anything": "else"}))
 
 
 def newer_feature(root):
@@ -356,8 +356,8 @@ def test_newer_format_stops_prune(saved, what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("store", r"STORE\.json has format version 1; this package reads 0\. Upgrade"),
-        ("manifest", r"MANIFEST has format version 1; this package reads 0\. Upgrade"),
+        ("store", r"STORE\.json has format version 2; this package reads 1\. Upgrade"),
+        ("manifest", r"MANIFEST has format version 2; this package reads 1\. Upgrade"),
         ("feature", r"needs the features \['holograms'\], which this package does not"),
     ],
 )
@@ -378,7 +378,7 @@ def test_newer_store_is_not_written(saved):
         run.manager.save(2, args=ocp.args.StandardSave(state(2)))
         with pytest.raises(
             orbax_delta.UnsupportedVersionError,
-            match=r"STORE\.json has format version 1",
+            match=r"STORE\.json has format version 2",
         ):
             run.manager.wait_until_finished()
 
@@ -403,7 +403,7 @@ def test_save_beside_newer_files_keeps_everything(saved, what, caplog):
     [
         ("", r"STORE\.json is not JSON .*restore it from a copy"),
         ("[]", r"STORE\.json is not the file of a delta store"),
-        ('{"magic": "orbax-delta-store", "format_version": 0}', r"its digest is"),
+        ('{"magic": "orbax-delta-store", "format_version": 1}', r"its digest is"),
     ],
 )
 def test_damaged_store_file(saved, text, message):

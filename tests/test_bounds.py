@@ -70,7 +70,7 @@ def peak_bytes(action):
 def test_a_frame_that_announces_too_much_takes_no_memory(size):
     """In the header of a MANIFEST, before any of it is unpacked."""
     frame = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", size) + b"\x01\0\0"
-    line = f"ORBAX-DELTA-MANIFEST 0 {hostile.digest(frame).hex()} {size}\n".encode()
+    line = f"ORBAX-DELTA-MANIFEST 1 {hostile.digest(frame).hex()} {size}\n".encode()
     peak, error = peak_bytes(lambda: parse_manifest(line + frame, where="a file"))
     assert isinstance(error, CorruptionError)
     assert f"is said to hold {size}; expected at most" in str(error)
@@ -212,7 +212,7 @@ def test_verify_survives_bombs_in_little_memory(healthy, copied):
     """MANIFEST, part and records that would unpack to gigabytes, in 1 GB in all."""
     megabyte = 1 << 20
     frame = hostile.bomb(b"[], " * (megabyte // 4), 2048)
-    line = f"ORBAX-DELTA-MANIFEST 0 {hostile.digest(frame).hex()} {2048 * megabyte}\n"
+    line = f"ORBAX-DELTA-MANIFEST 1 {hostile.digest(frame).hex()} {2048 * megabyte}\n"
     path = item_folder(copied, 1) / MANIFEST_NAME
     path.write_bytes(line.encode() + frame)
     rows = 2048 * megabyte // 40

@@ -319,7 +319,7 @@ def test_store_file_missing(run):
         (b"", "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
         (b"[]", "is not the file of a delta store"),
-        (b'{"magic": "orbax-delta-store", "format_version": 0}', "its digest is"),
+        (b'{"magic": "orbax-delta-store", "format_version": 1}', "its digest is"),
         (b'{"magic": 1, "magic": "orbax-delta-store"}', "names 'magic' twice"),
         (b'{"magic": "orbax-delta-store", "format_version": 9}', "format version 9"),
     ],
@@ -627,7 +627,7 @@ def test_a_folder_that_was_listed_twice(run):
 def test_newer_manifest(run):
     """A MANIFEST of a newer format is a problem of its step alone."""
     path = run / "3/default/MANIFEST"
-    path.write_bytes(path.read_bytes().replace(b"MANIFEST 0 ", b"MANIFEST 7 ", 1))
+    path.write_bytes(path.read_bytes().replace(b"MANIFEST 1 ", b"MANIFEST 7 ", 1))
     report = check.verify(str(run))
     (problem,) = report.problems
     assert problem.steps == ("3",)

@@ -180,12 +180,12 @@ def test_ls_of_a_step_with_a_damaged_report(run, command, document):
     """A report that cannot be read is said, and keeps nothing from being restored."""
     path = run / "3/default/MANIFEST"
     manifest = strategies.read_manifest(path)
-    report = {**manifest.report, "colour": "green"}
+    report = {**manifest.report, "chunks": "green"}
     path.write_bytes(encode_manifest(dataclasses.replace(manifest, report=report)))
     code, out, _ = command("ls", run)
     assert code == 20
     assert lines_of(out)[2] == ["3", "default", "damaged"]
-    assert "MANIFEST is damaged in colour" in out.splitlines()[-1]
+    assert "MANIFEST is damaged in chunks" in out.splitlines()[-1]
     code, found = document("verify", run)
     assert code == 22
     assert [problem["file"] for problem in found["problems"]] == ["3/default/MANIFEST"]

@@ -18,7 +18,11 @@ from etils import epath
 import orbax_delta
 from orbax_delta import check
 
-ITEMS = (*(f"run/{step}/default" for step in golden.STEPS), "alone")
+ITEMS = (
+    *(f"run/{step}/default" for step in golden.STEPS),
+    "alone",
+    *(f"together/{step}/default" for step in golden.TOGETHER),
+)
 
 
 @pytest.fixture
@@ -31,7 +35,11 @@ def store(tmp_path):
 @pytest.mark.parametrize("item", ITEMS)
 def test_the_package_reads_it(store, item):
     """Restored leaves have the bits that were written down beside the store."""
-    tree = orbax_delta.DeltaCheckpointHandler().restore(epath.Path(store / item))
+    # Of two processes only one is here: a target says where its leaves go.
+    target = golden.shared_state(0) if item.startswith("together") else None
+    tree = orbax_delta.DeltaCheckpointHandler().restore(
+        epath.Path(store / item), orbax_delta.DeltaRestore(target)
+    )
     assert golden.leaves(tree) == golden.expected_leaves(store)[item]
 
 
@@ -58,6 +66,9 @@ def test_the_state_is_still_what_was_written(store):
     expected = golden.expected_leaves(store)
     for step in golden.STEPS:
         assert golden.leaves(golden.state(step)) == expected[f"run/{step}/default"]
+    for step in golden.TOGETHER:
+        found = golden.leaves(golden.shared_state(step))
+        assert found == expected[f"together/{step}/default"]
 
 
 def test_a_run_goes_on_from_it(store):

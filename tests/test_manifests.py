@@ -54,7 +54,7 @@ GOLDEN_BODY = (
 )
 
 
-def _signed(document, line="ORBAX-DELTA-MANIFEST 0 {digest} {size}"):
+def _signed(document, line="ORBAX-DELTA-MANIFEST 1 {digest} {size}"):
     """A MANIFEST of any document, under a header that says it is right."""
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
     frame = zstandard.ZstdCompressor().compress(text)
@@ -150,7 +150,7 @@ def test_a_manifest_is_these_bytes():
     """
     line, frame = manifests.encode_manifest(MANIFEST).split(b"\n", 1)
     digest = xxhash.xxh3_128_hexdigest(frame)
-    assert line.decode() == f"ORBAX-DELTA-MANIFEST 0 {digest} 875"
+    assert line.decode() == f"ORBAX-DELTA-MANIFEST 1 {digest} 875"
     assert _text(line + b"\n" + frame) == GOLDEN_BODY.encode()
 
 
@@ -402,8 +402,8 @@ def test_a_value_written_in_another_way_is_refused(kind, value):
             UnsupportedVersionError,
             "Upgrade",
         ),
-        ("ORBAX-DELTA-MANIFEST 0 {digest} 1", CorruptionError, "expected 1"),
-        ("ORBAX-DELTA-MANIFEST 0 {digest} {size} ", FormatError, "does not begin with"),
+        ("ORBAX-DELTA-MANIFEST 1 {digest} 1", CorruptionError, "expected 1"),
+        ("ORBAX-DELTA-MANIFEST 1 {digest} {size} ", FormatError, "does not begin with"),
         ("ORBAX-DELTA-MANIFEST -1 {digest} {size}", FormatError, "does not begin with"),
         ("orbax-delta-manifest 0 {digest} {size}", FormatError, "does not begin with"),
     ],

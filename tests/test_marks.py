@@ -20,14 +20,14 @@ from orbax_delta.owners import Owner
 
 PACK = "00000000000000000000000000000000-p0-0"
 GOLDEN_PIN = (
-    b'{"digest": "f52f063e205c2343f41911cc8d172028", "format_version": 0, '
+    b'{"digest": "c28933145af060d0582bd310a8d6cf49", "format_version": 1, '
     b'"owner": {"host": "node-1", "pid": 4711, "start": "99"}, '
     b'"packs": ["00000000000000000000000000000000-p0-0"]}'
 )
 PIN = Mark(owner=Owner(host="node-1", pid=4711, start="99"), packs=(PACK,))
 
 GOLDEN_STORE = (
-    b'{"digest": "61480639f541dda8e7e9d6312ff3c740", "format_version": 0, '
+    b'{"digest": "b5ed919d1e77d8256d232349bdbc84f8", "format_version": 1, '
     b'"magic": "orbax-delta-store", "shared": false, '
     b'"uuid": "abababababababababababababababab"}\n'
 )
@@ -95,7 +95,7 @@ def test_a_changed_name_is_noticed():
 def test_the_digest_is_that_of_the_canonical_text():
     """By hand: names sorted, no white space, ASCII only, the digest itself left out."""
     text = (
-        '{"format_version":0,"owner":{"host":"node-1","pid":4711,"start":"99"},'
+        '{"format_version":1,"owner":{"host":"node-1","pid":4711,"start":"99"},'
         f'"packs":["{PACK}"]}}'
     )
     expected = xxhash.xxh3_128_hexdigest(text.encode())
@@ -151,11 +151,11 @@ def test_a_mark_that_no_writer_makes_is_refused(data):
 
 def test_a_newer_mark_is_not_guessed_at():
     """Its version is looked at before its digest and its fields."""
-    newer = json.dumps({"format_version": 1, "digest": 5}).encode()
-    with pytest.raises(UnsupportedVersionError, match="format version 1"):
+    newer = json.dumps({"format_version": 2, "digest": 5}).encode()
+    with pytest.raises(UnsupportedVersionError, match="format version 2"):
         _parse(newer)
-    with pytest.raises(UnsupportedVersionError, match="format version 1"):
-        _parse(_pin(format_version=1, owner=None))
+    with pytest.raises(UnsupportedVersionError, match="format version 2"):
+        _parse(_pin(format_version=2, owner=None))
 
 
 def test_marks_of_a_folder_are_read_by_name(tmp_path):
@@ -198,13 +198,13 @@ def test_the_store_file_is_these_bytes():
         (b'{"magic": 1}', FormatError, "not the file of a delta store"),
         (b'{"magic": "orbax-delta-store"}', FormatError, "no whole number"),
         (
-            GOLDEN_STORE.replace(b'"format_version": 0', b'"format_version": 1'),
+            GOLDEN_STORE.replace(b'"format_version": 1', b'"format_version": 2'),
             UnsupportedVersionError,
-            "format version 1",
+            "format version 2",
         ),
         (GOLDEN_STORE.replace(b"uuid", b"name"), CorruptionError, "its digest is"),
         (GOLDEN_STORE.replace(b"digest", b"dagest"), CorruptionError, "says None"),
-        (GOLDEN_STORE.replace(b": 0", b": 0, " * 2 + b'"x": 0'), FormatError, "JSON"),
+        (GOLDEN_STORE.replace(b": 1", b": 1, " * 2 + b'"x": 0'), FormatError, "JSON"),
         (
             GOLDEN_STORE.replace(b"{", b'{"uuid": "00", '),
             FormatError,

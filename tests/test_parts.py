@@ -63,7 +63,7 @@ ROWS = (
 
 GOLDEN_HEAD = bytes.fromhex(
     "4f44504152540d0a"  # magic ODPART
-    "0000 0000"  # version 0, no flags
+    "0100 0000"  # version 1, no flags
     "03000000 05000000 08000000"  # 3 rows, 5 records, 8 bounds
     "d200000000000000"  # 210 bytes of columns
     "000102030405060708090a0b0c0d0e0f"  # attempt
@@ -103,7 +103,7 @@ def _parse(data, *, attempt=ATTEMPT, packs=PACKS, words=WORDS, rows=None):
 
 def _part(columns, *, counts=(3, 5, 8), size=None, **changes):
     """A part of given columns, its header as asked for."""
-    fields = {"magic": parts.PART_MAGIC, "version": 0, "flags": 0} | changes
+    fields = {"magic": parts.PART_MAGIC, "version": 1, "flags": 0} | changes
     size = len(columns) if size is None else size
     head = parts._HEAD.pack(*fields.values(), *counts, size, ATTEMPT)
     return head + zstandard.compress(columns)
@@ -395,11 +395,11 @@ _RULE, _REFS, _FORM, _PACK, _OFFSET, _LENGTH = 15, 30, 145, 150, 170, 190
     [
         (b"", CorruptionError, "is cut off"),
         (_part(GOLDEN_COLUMNS)[:47], CorruptionError, "has no header"),
-        (_part(GOLDEN_COLUMNS, version=1)[:10], UnsupportedVersionError, "version 1"),
+        (_part(GOLDEN_COLUMNS, version=2)[:10], UnsupportedVersionError, "version 2"),
         (_part(GOLDEN_COLUMNS, counts=(3, 2, 8)), CorruptionError, "and 2 records"),
         (_part(GOLDEN_COLUMNS, counts=(3, 601, 8)), CorruptionError, "and 601 records"),
         (_part(GOLDEN_COLUMNS, magic=b"ODPART\n\n"), FormatError, "begins with"),
-        (_part(GOLDEN_COLUMNS, version=1), UnsupportedVersionError, "version 1"),
+        (_part(GOLDEN_COLUMNS, version=2), UnsupportedVersionError, "version 2"),
         (_part(GOLDEN_COLUMNS, flags=1), CorruptionError, "flags 1"),
         (_part(GOLDEN_COLUMNS, size=209), CorruptionError, "expected 210"),
         (_part(GOLDEN_COLUMNS, counts=(3, 5, 9)), CorruptionError, "expected 218"),
@@ -453,7 +453,7 @@ def test_counts_out_of_range_are_refused_before_memory_is_taken(counts):
     size = counts[0] * 27 + counts[1] * 13 + counts[2] * 8
     # Of the content that is announced nothing is there but one empty block.
     frame = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", size) + b"\x01\0\0"
-    head = parts._HEAD.pack(parts.PART_MAGIC, 0, 0, *counts, size, ATTEMPT)
+    head = parts._HEAD.pack(parts.PART_MAGIC, 1, 0, *counts, size, ATTEMPT)
     tracemalloc.start()
     try:
         with pytest.raises(CorruptionError, match=r"no such part|expected"):

@@ -229,7 +229,7 @@ def damaged(data):
 
 def newer_manifest(data):
     """A MANIFEST of format version 8."""
-    return data.replace(b"MANIFEST 0 ", b"MANIFEST 8 ", 1)
+    return data.replace(b"MANIFEST 1 ", b"MANIFEST 8 ", 1)
 
 
 def newer_mark(data):

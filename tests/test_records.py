@@ -44,7 +44,7 @@ ATTEMPT = bytes(range(16))
 GOLDEN_PACK = (
     bytes.fromhex(
         "4f445041434b0d0a"  # magic ODPACK
-        "0000 0000 03000000"  # version 0, no flags, pack number 3
+        "0100 0000 03000000"  # version 1, no flags, pack number 3
         "000102030405060708090a0b0c0d0e0f"  # attempt
     )
     + GOLDEN_FULL
@@ -53,7 +53,7 @@ GOLDEN_PACK = (
         "20000000 44000000"  # record 0: offset 32, 68 bytes
         "64000000 4b000000"  # record 1: offset 100, 75 bytes
         "02000000 10000000"  # two records, 16 bytes of index
-        "240a3ff9dea0063156a612c08fefe56b"  # digest of header and index
+        "6dadd6980b45aa78d86445481f88cf5b"  # digest of header and index
         "4f44504b454e440a"  # magic ODPKEND
     )
 )
@@ -235,7 +235,7 @@ def _signed_pack(head, spans, body):
 
 
 def _head(**changes):
-    fields = {"magic": records.PACK_MAGIC, "version": 0, "flags": 0, "number": 0}
+    fields = {"magic": records.PACK_MAGIC, "version": 1, "flags": 0, "number": 0}
     fields |= changes
     return records._PACK_HEAD.pack(*fields.values(), ATTEMPT)
 
@@ -244,7 +244,7 @@ def _head(**changes):
     ("head", "spans", "error", "message"),
     [
         (_head(magic=b"ODPACK\n\n"), [(32, 68)], FormatError, "begins with"),
-        (_head(version=1), [(32, 68)], UnsupportedVersionError, "format version 1"),
+        (_head(version=2), [(32, 68)], UnsupportedVersionError, "format version 2"),
         (_head(flags=1), [(32, 68)], CorruptionError, "has flags 1"),
         (_head(), [(33, 67)], CorruptionError, "leave a hole"),
         (_head(), [(32, 60)], CorruptionError, "do not reach its index"),

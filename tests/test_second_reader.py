@@ -262,7 +262,7 @@ def put_manifest(folder, document):
     body = json.dumps(document).encode()
     frame = zstandard.compress(body)
     digest = xxhash.xxh3_128_hexdigest(frame)
-    line = f"ORBAX-DELTA-MANIFEST 0 {digest} {len(body)}\n"
+    line = f"ORBAX-DELTA-MANIFEST 1 {digest} {len(body)}\n"
     (folder / "MANIFEST").write_bytes(line.encode() + frame)
 
 
