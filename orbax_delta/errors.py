@@ -53,8 +53,11 @@ class ConflictError(DeltaError):
     exit_code = 12
 
 
-class PeerError(DeltaError, TimeoutError):
-    """Another process of the job did not answer in time. See what holds it up."""
+class PeerError(DeltaError):
+    """Another process of the job did not answer in time. See what holds it up.
+
+    Not a TimeoutError: Orbax takes those for its own and replaces their words.
+    """
 
     kind = "peer"
 

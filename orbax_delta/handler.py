@@ -13,12 +13,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_delta import delegation, fallback, processes, steps
+from orbax_delta.blocking import SaveRequest
 from orbax_delta.errors import InvalidInputError, NotFoundError
 from orbax_delta.manifests import MANIFEST_NAME
 from orbax_delta.options import DeltaOptions, options_of
 from orbax_delta.places import locate
 from orbax_delta.reports import RestoreReport, SaveReport
-from orbax_delta.save import SaveRequest
 from orbax_delta.sessions import Sessions
 from orbax_delta.store import Folder
 

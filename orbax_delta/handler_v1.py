@@ -27,12 +27,12 @@ from etils import epath
 from orbax.checkpoint import v1
 
 from orbax_delta import delegation, leaves, processes, shardings, steps, trees
+from orbax_delta.blocking import SaveRequest
 from orbax_delta.errors import InvalidInputError, NotFoundError
 from orbax_delta.handler import DeltaCheckpointHandler, DeltaRestore
 from orbax_delta.manifests import MANIFEST_NAME, LeafEntry
 from orbax_delta.options import DeltaOptions, options_of
 from orbax_delta.places import locate
-from orbax_delta.save import SaveRequest
 from orbax_delta.sessions import Sessions
 from orbax_delta.store import Folder
 

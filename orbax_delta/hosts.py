@@ -82,6 +82,9 @@ class Round:
 
     # How often each save was begun; alike on all processes.
     _begun: ClassVar[collections.Counter[str]] = collections.Counter()
+    # Keys of saves that have ended, and that go with those of the next round: whoever
+    # takes part in that has seen the end of these.
+    _left: ClassVar[list[str]] = []
 
     def __init__(self, job: Job, name: str, *, timeout: float) -> None:
         self.job = job
@@ -89,8 +92,10 @@ class Round:
         self._timeout = timeout
         self._looked = time.monotonic()
         self._heard: DeltaError | None = None
+        self._left_before: list[str] = []
         if job.client is not None:
             Round._begun[name] += 1
+            self._left_before, Round._left = Round._left, []
         self._prefix = f"{_NAMESPACE}/{name}/{Round._begun[name]}/"
 
     # In the calling thread.
@@ -114,6 +119,7 @@ class Round:
         for process in self.job.processes:
             if self._await(f"state/{process}", process, deadline)["fit"]:
                 return
+        self.leave()
         raise problem
 
     # In the background.
@@ -145,14 +151,15 @@ class Round:
         found = self._await("attempt", self.job.processes[0], deadline)
         return bytes.fromhex(found["bits"]), found["details"]
 
-    def look(self) -> None:
-        """See now and then, at little cost, whether the others have given up.
+    def look(self, *, at_once: bool = False) -> None:
+        """See whether the others have given up; at little cost, now and then.
 
         Raises:
             DeltaError: What another process failed with.
         """
         now = time.monotonic()
-        if now - self._looked < _LOOK_EVERY_SECONDS or self.job.client is None:
+        due = at_once or now - self._looked >= _LOOK_EVERY_SECONDS
+        if not due or self.job.client is None:
             return
         self._looked = now
         self._raise_abort(self._try_get("verdict"))
@@ -169,7 +176,8 @@ class Round:
         while verdict is None and time.monotonic() < deadline:
             verdict = self._get("verdict")
         if verdict is None:
-            verdict = self._decide({"abort": self._describe(self._late("primary"))})
+            late = self._late(self._missing_voter())
+            verdict = self._decide({"abort": self._describe(late)})
         self._raise_abort(verdict)
         commit: Document = verdict["commit"]
         return commit
@@ -185,7 +193,10 @@ class Round:
             self._await(f"vote/{process}", process, deadline)
             for process in self.job.processes[1:]
         )
-        return [ballot, *others]
+        votes = [ballot, *others]
+        self._remove(self._left_before)
+        self._left_before = []
+        return votes
 
     def settle(self, outcome: Document) -> None:
         """Make `outcome` the verdict; for the primary, once all is published.
@@ -202,11 +213,20 @@ class Round:
         The primary does it; for the others there is nothing to do.
         """
         if self.job.client is not None and self.job.primary:
-            # Keys that stay behind are small, and no later save reads them.
-            with contextlib.suppress(RuntimeError):
-                self._client.key_value_delete(self._prefix)
+            self._remove([*self._left_before, self._prefix])
+
+    def leave(self) -> None:
+        """Let the keys of this save go with those of the next one, of whatever item."""
+        if self.job.client is not None:
+            Round._left += [*self._left_before, self._prefix]
 
     # Keys and values.
+
+    def _remove(self, prefixes: Sequence[str]) -> None:
+        # Keys that stay behind are small, and no later save reads them.
+        with contextlib.suppress(RuntimeError):
+            for prefix in prefixes:
+                self._client.key_value_delete(prefix)
 
     def _decide(self, wanted: Document) -> Document:
         """Write the verdict if there is none; returns the one that counts."""
@@ -232,12 +252,16 @@ class Round:
         where = f"process {self.job.process} on {socket.gethostname()}"
         return {"kind": kind, "text": f"{where}: {text}"}
 
-    def _late(self, who: int | str) -> PeerError:
-        name = who if isinstance(who, str) else f"process {who}"
+    def _missing_voter(self) -> int:
+        """Whom the primary still waits for; the primary, if all others have voted."""
+        primary, *others = self.job.processes
+        return next((p for p in others if self._try_get(f"vote/{p}") is None), primary)
+
+    def _late(self, process: int) -> PeerError:
         return PeerError(
-            f"{self._name}: {name} did not answer within {self._timeout:g} s; nothing "
-            "of this save was kept. See what holds it up and save again, or raise "
-            "`vote_timeout`"
+            f"{self._name}: process {process} did not answer within {self._timeout:g} "
+            "s; nothing of this save was kept. See what holds it up and save again, or "
+            "raise `vote_timeout`"
         )
 
     def _await(self, key: str, who: int, deadline: float) -> Document:

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from orbax_delta import places, save
+from orbax_delta import blocking, places
+from orbax_delta.blocking import SaveRequest
 from orbax_delta.errors import InvalidInputError
 from orbax_delta.hosts import Job
 from orbax_delta.manifests import Json
 from orbax_delta.options import DeltaOptions
-from orbax_delta.save import SaveRequest
 
 
 def prepare(
@@ -29,7 +29,7 @@ def prepare(
     # Orbax has asked the same of the same step when it decided to save it, so that all
     # processes get the same answer.
     preempted = place.step is not None and ocp.multihost.reached_preemption(place.step)
-    return save.prepare(
+    return blocking.prepare(
         tree,
         place,
         options,

@@ -6,157 +6,42 @@ gone by then, a prune may have missed this save and the MANIFEST is withdrawn. W
 remembered of the stored state moves on only after the verdict.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import json
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from orbax_delta import (
-    agreement,
-    changes,
-    chunks,
-    codecs,
-    coding,
-    fields,
-    parts,
-    records,
-    registry,
-    upkeep,
-)
+from orbax_delta import agreement, registry, upkeep
 from orbax_delta.agreement import Announcement, Ballot
-from orbax_delta.background import Pool, Stopwatch, ordered_map, pool
+from orbax_delta.background import Stopwatch
 from orbax_delta.base import Base
 from orbax_delta.bases import BasePlan, Kept
-from orbax_delta.changes import Cut, Finding, Status
+from orbax_delta.blocking import SaveRequest
 from orbax_delta.errors import (
     ConflictError,
     DeltaError,
     DisagreementError,
-    InvalidInputError,
     StorageError,
 )
-from orbax_delta.hosts import Job, Round
 from orbax_delta.kin import Kin
-from orbax_delta.leaves import Snapshot, snapshot
+from orbax_delta.leaves import Snapshot
 from orbax_delta.manifests import (
     MANIFEST_NAME,
-    Json,
     Manifest,
     PartEntry,
     encode_manifest,
 )
-from orbax_delta.options import DeltaOptions
-from orbax_delta.packs import PackWriter
-from orbax_delta.parts import Row
-from orbax_delta.places import SELF_CONTAINED_PACKS, Place
-from orbax_delta.reports import SaveReport, chain_lengths
-from orbax_delta.rows import SaveRows
+from orbax_delta.places import SELF_CONTAINED_PACKS
+from orbax_delta.reports import SaveReport
+from orbax_delta.share import ShareWriter
 from orbax_delta.store import DeltaStore, Folder
 from orbax_delta.upkeep import ItemState
 
 _logger = logging.getLogger("orbax_delta")
 
-_BLOCK_BYTES = codecs.BLOCK_BYTES
 _VERSIONED = ("orbax-delta", "orbax-checkpoint", "jax", "tensorstore", "numpy")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """One save, as fixed in the blocking phase.
-
-    Attributes:
-        taken: The state; or why this process could not take it though others could.
-        custom_metadata: JSON to keep with the step.
-        round: Where the processes agree on this save.
-        hurried: The machine is about to be taken away: only what must be done.
-        place: Where the step goes.
-        options: Options in force.
-        started: `time.perf_counter()` at the call.
-        wall_time: Seconds since 1970 at the call.
-        blocking_seconds: How long the caller was kept.
-    """
-
-    taken: Snapshot | Exception
-    custom_metadata: Json
-    round: Round
-    hurried: bool
-    place: Place
-    options: DeltaOptions
-    started: float
-    wall_time: float
-    blocking_seconds: float
-
-
-ALONE = Job()
-"""A process that saves for itself."""
-
-
-def prepare(
-    tree: Any,
-    place: Place,
-    options: DeltaOptions,
-    *,
-    custom_metadata: Json = None,
-    job: Job = ALONE,
-    hurried: bool = False,
-) -> SaveRequest:
-    """The blocking phase: everything comes to the host, nothing touches a file.
-
-    Args:
-        tree: The state.
-        place: Where it goes.
-        options: Options in force.
-        custom_metadata: JSON to keep with the step.
-        job: The processes that save it together; all of them come by here.
-        hurried: Whether to leave out what can wait for the next save.
-
-    Raises:
-        InvalidInputError: A leaf or the metadata cannot be stored, on any process.
-    """
-    started, wall_time = time.perf_counter(), time.time()
-    name = f"{place.step_name}/{place.item}"
-    agreed = Round(job, name, timeout=options.vote_timeout)
-    taken: Snapshot | Exception
-    try:
-        metadata = _metadata(custom_metadata)
-        taken = snapshot(tree, job)
-    except Exception as error:  # noqa: BLE001 # raised by every process, here or later
-        # One process alone must not raise here: the others wait in Orbax's barriers.
-        agreed.declare(error)
-        metadata, taken = None, error
-    else:
-        agreed.declare(None)
-    return SaveRequest(
-        taken=taken,
-        custom_metadata=metadata,
-        round=agreed,
-        hurried=hurried,
-        place=place,
-        options=options,
-        started=started,
-        wall_time=wall_time,
-        blocking_seconds=time.perf_counter() - started,
-    )
-
-
-def _metadata(custom_metadata: Json) -> Json:
-    """A copy: the caller may change the object as soon as save returns."""
-    try:
-        text = json.dumps(custom_metadata, allow_nan=False, sort_keys=True)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidInputError(f"custom_metadata is not JSON: {error}") from error
-    if not fields.is_shallow(metadata := json.loads(text)):
-        raise InvalidInputError(
-            "custom_metadata is not JSON that a MANIFEST holds: it is nested more than "
-            f"{fields.MAX_METADATA_DEPTH} deep; flatten it"
-        )
-    return metadata
 
 
 def run(request: SaveRequest, state: ItemState) -> SaveReport:
@@ -263,8 +148,7 @@ class _Attempt:
     ) -> None:
         self.id = bits
         self.round = request.round
-        self.process = request.round.job.process
-        self.pin = f"{self.id.hex()}-p{self.process}"
+        self.pin = f"{self.id.hex()}-p{request.round.job.process}"
         self.request = request
         self.taken = taken
         self.state = state
@@ -281,26 +165,23 @@ class _Attempt:
     def run(self) -> SaveReport:
         """The whole save."""
         with self._pinned(), self._undone_on_failure():
-            with pool(self.request.options.worker_count) as executor:
-                cut, stored, written = self._store_chunks(executor)
-            rows = [entry.row for entry in stored.entries]
-            with self.watch.stage("part"):
-                part, packs = self._put_part(rows)
-            ballot = Ballot(
-                part=part,
-                packs=packs,
-                report=self._report(stored, rows, written + part.length),
-                cover=chunks.cover((row.leaf, row.box) for row in rows),
-            )
+            share = ShareWriter(
+                request=self.request,
+                taken=self.taken,
+                attempt=self.id,
+                base=self.base,
+                kin=self.kin,
+                elsewhere=self.state.elsewhere or frozenset(),
+                packs=self.packs,
+                item=self.item,
+                watch=self.watch,
+            ).write()
+            self.let_go = self.let_go.difference(share.ballot.packs)
             with self.watch.stage("manifest"):
-                report = self._agree(ballot)
-        known = [
-            (finding.chunk.leaf, finding.chunk.box, entry)
-            for finding, entry in zip(stored.findings, stored.entries, strict=True)
-        ]
+                report = self._agree(share.ballot)
         self.base.commit(
-            [*known, *((leaf, box, None) for leaf, box in cut.others)],
-            layouts={leaf.entry.name: leaf.layout.name for leaf in self.taken.leaves},
+            share.stored,
+            layouts=share.layouts,
             store_uuid=self.store.uuid if self.store else "",
             predecessor={
                 "step": self.request.place.step_name,
@@ -328,84 +209,6 @@ class _Attempt:
         except BaseException:
             self.base.abort()
             raise
-
-    def _store_chunks(self, executor: Pool) -> tuple[Cut, SaveRows, int]:
-        """Compare, code and put every chunk that is this process's."""
-        options = self.request.options
-        refresh_every = None if self.request.hurried else options.refresh_every
-        with self.watch.stage("compare"):
-            cut = changes.cut(
-                self.taken.leaves, self.base, options, process=self.process
-            )
-            elsewhere = self.state.elsewhere or frozenset()
-            compared = changes.compare(
-                cut.own, refresh_every, executor, elsewhere=elsewhere
-            )
-            findings, read_bytes = self.kin.share(compared, options, executor)
-        changed = [f for f in findings if f.status in (Status.CHANGED, Status.REFRESH)]
-        for finding in changed:
-            self.base.touch(finding.chunk.leaf, finding.chunk.box)
-        writer = PackWriter(
-            self.packs,
-            attempt=self.id,
-            process=self.process,
-            pack_bytes=options.pack_size(local=self.packs.is_local),
-        )
-        stored = SaveRows(findings)
-        stored.read_bytes = read_bytes
-        try:
-            with self.watch.stage("code"):
-                self._put_records(changed, writer, stored, executor)
-            with self.watch.stage("write"):
-                writer.finish()
-        except BaseException:
-            # Wait for our own writes: nothing may land after the error is known.
-            with contextlib.suppress(DeltaError):
-                writer.drain()
-            raise
-        stored.fill_in(options)
-        return cut, stored, writer.written_bytes
-
-    def _put_records(
-        self,
-        changed: Sequence[Finding],
-        writer: PackWriter,
-        stored: SaveRows,
-        executor: Pool,
-    ) -> None:
-        options = self.request.options
-        new_bytes: collections.Counter[int] = collections.Counter()
-        for finding in changed:
-            new_bytes[finding.chunk.leaf_index] += finding.chunk.content_bytes
-        coded = ordered_map(
-            executor,
-            lambda finding: coding.code(finding, options=options, packs=self.packs),
-            changed,
-            window=4 * options.worker_count,
-        )
-        previous = -1
-        for result in coded:
-            leaf = result.finding.chunk.leaf_index
-            fills_packs = writer.pack_bytes <= max(new_bytes[leaf], new_bytes[previous])
-            if leaf != previous and fills_packs:
-                writer.cut()
-            previous = leaf
-            self.round.look()
-            stored.add(result, *writer.add(result.record))
-
-    def _put_part(self, rows: Sequence[Row]) -> tuple[PartEntry, list[str]]:
-        packs = sorted({ref.pack for row in rows for ref in row.refs if ref.pack})
-        self.let_go = self.let_go - set(packs)
-        data = parts.encode_part(self.id, rows, packs)
-        entry = PartEntry(
-            name=f"part-{self.id.hex()}-p{self.process}",
-            length=len(data),
-            digest=records.digest(data).hex(),
-            rows=len(rows),
-            packs=(),
-        )
-        self.item.write(entry.name, data)
-        return entry, packs
 
     def _agree(self, ballot: Ballot) -> SaveReport:
         """Vote; the primary publishes what all have voted for. Returns the report."""
@@ -500,38 +303,11 @@ class _Attempt:
         else:
             missing = not wanted <= set(self.store.pins.names())
         if missing:
+            self.round.look(at_once=True)  # who gives up takes its pin along
             raise ConflictError(
                 f"{self.request.place.label}: its pin was removed by a prune while it "
                 "was saving; nothing of it was kept. Save again"
             )
-
-    def _report(
-        self, stored: SaveRows, rows: Sequence[Row], written_bytes: int
-    ) -> SaveReport:
-        request = self.request
-        cut = [finding.chunk for finding in stored.findings]
-        mean, longest = chain_lengths([len(row.refs) for row in rows])
-        return SaveReport(
-            step=request.place.step_name,
-            item=request.place.item,
-            full_bytes=sum(chunk.content_bytes for chunk in cut),
-            written_bytes=written_bytes,
-            read_bytes=stored.read_bytes,
-            chunks=len(cut),
-            chunks_by_form=dict(sorted(stored.chunks_by_form.items())),
-            bytes_by_form=dict(sorted(stored.bytes_by_form.items())),
-            elements=sum(chunk.word_count for chunk in cut),
-            elements_changed=stored.elements_changed,
-            blocks=sum(-(-chunk.content_bytes // _BLOCK_BYTES) for chunk in cut),
-            blocks_changed=stored.blocks_changed,
-            records_per_chunk_mean=mean,
-            records_per_chunk_max=longest,
-            copies=1,  # known once all have voted
-            copies_wanted=request.options.keep_bases if self.store else 1,
-            stage_seconds=dict(self.watch.seconds),
-            blocking_seconds=request.blocking_seconds,
-            total_seconds=time.perf_counter() - request.started,
-        )
 
 
 @functools.cache

@@ -13,12 +13,12 @@ import threading
 from collections.abc import Iterator
 
 from orbax_delta import fallback, save, upkeep
+from orbax_delta.blocking import SaveRequest
 from orbax_delta.fallback import OnCorruption
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
 from orbax_delta.reports import SaveReport
 from orbax_delta.restore import Restored, Target
-from orbax_delta.save import SaveRequest
 from orbax_delta.upkeep import ItemState
 
 
@@ -68,7 +68,11 @@ class Sessions:
             ConflictError: A prune took this save for dead; nothing of it counts.
         """
         if request.place.root_url is None:
-            return save.run(request, ItemState())
+            state = ItemState()
+            try:
+                return save.run(request, state)
+            finally:
+                state.leave_rounds()
         with self._using(request.place) as session:
             session.options = request.options
             return save.run(request, session.state)

@@ -69,6 +69,12 @@ class ItemState:
                 ended.clear()
                 self.rounds.remove(ended)
 
+    def leave_rounds(self) -> None:
+        """Have all that forgotten with another save: not everybody may have heard."""
+        for ended in self.rounds:
+            ended.leave()
+        self.rounds = []
+
 
 @contextlib.contextmanager
 def pinned(store: DeltaStore, state: ItemState, name: str, kin: Kin) -> Iterator[None]:
@@ -241,6 +247,7 @@ def release(state: ItemState) -> None:
 def close(state: ItemState, options: DeltaOptions) -> None:
     """Let go of the last save's pin and sweep once more; may be called twice."""
     with state.lock:
+        state.leave_rounds()
         if state.store is None:
             return
         release(state)

@@ -8,6 +8,7 @@ are needed.
 
 import contextlib
 import errno
+import faulthandler
 import functools
 import json
 import os
@@ -20,6 +21,7 @@ import time
 import traceback
 from pathlib import Path
 
+import children
 import numpy as np
 from job_states import content, described, state, target
 
@@ -136,24 +138,45 @@ class Member:
         self.manager = None
         self.handler = None
         self.released = threading.Event()
+        self.handler_seconds = None
         self._broken = contextlib.ExitStack()
+        self._begun = 0.0
 
     def hold(self):
         """Tell the parent, and wait until it says that this may go on."""
         say(note="held")
         self.released.wait()
 
-    def do_open(self, root, delta=True, **options):
-        """Open a manager, with deltas or with what Orbax has."""
+    def do_open(self, root, appears_within=10, **options):
+        """Open a manager.
+
+        Args:
+            root: Its root.
+            appears_within: Seconds within which the primary's files must be seen.
+            **options: Of `DeltaOptions`.
+        """
         import orbax.checkpoint as ocp
 
-        settings = {"options": ocp.CheckpointManagerOptions()}
-        if delta:
-            registry = orbax_delta().handler_registry(**{**OPTIONS, **options})
-            self.handler = registry.get("default", orbax_delta().DeltaSave)
-            settings["handler_registry"] = registry
-        self.manager = ocp.CheckpointManager(Path(root), **settings)
+        from orbax_delta import agreement
+
+        agreement._APPEARS_WITHIN_SECONDS = appears_within
+        registry = orbax_delta().handler_registry(**{**OPTIONS, **options})
+        self.handler = registry.get("default", orbax_delta().DeltaSave)
+        # Orbax lets nobody know before all processes have come to its barriers.
+        self.handler._run = self._told_at_once(self.handler._run)
+        self.manager = ocp.CheckpointManager(Path(root), handler_registry=registry)
         return {"steps": sorted(self.manager.all_steps())}
+
+    def _told_at_once(self, run):
+        def told(request):
+            try:
+                run(request)
+            except Exception:
+                self.handler_seconds = time.monotonic() - self._begun
+                say(note="failed")
+                raise
+
+        return told
 
     def do_close(self):
         """Close the manager."""
@@ -161,42 +184,40 @@ class Member:
         self.manager = None
         return {}
 
-    def do_save(self, step, version, mesh, edit=None, without=()):
+    def do_save(self, step, version, mesh, edit=None):
         """Save and wait; what was written, or the error and when it came."""
         import orbax.checkpoint as ocp
 
         tree = edited(state(version, mesh), edit)
-        for name in without:
-            del tree[name]
-        begun = time.monotonic()
+        self._begun, self.handler_seconds = time.monotonic(), None
         try:
             where = "save"
             self.manager.save(step, args=ocp.args.StandardSave(tree))
             where = "wait"
             self.manager.wait_until_finished()
         except (orbax_delta().errors.DeltaError, *EXPECTED_ERRORS) as error:
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - self._begun
             self.manager.reload()
             return {
                 "error": {"kind": type(error).__name__, "message": str(error)},
                 "where": where,
                 "seconds": seconds,
+                "handler_seconds": self.handler_seconds,
             }
-        report = self.handler and self.handler.last_save_report
         return {
             "error": None,
-            "report": report and report.to_document(),
-            "seconds": time.monotonic() - begun,
+            "report": self.handler.last_save_report.to_document(),
+            "seconds": time.monotonic() - self._begun,
         }
 
-    def do_restore(self, step, mesh=None, only=None, numpy=(), without=()):
+    def do_restore(self, step, mesh=None, only=None, numpy=()):
         """Restore onto a mesh; without one: as it was saved, with no target."""
         import orbax.checkpoint as ocp
 
         wanted = None if mesh is None else target(mesh)
         if wanted is not None:
             names = [name for name in wanted if only is None or name in only]
-            wanted = {name: wanted[name] for name in names if name not in without}
+            wanted = {name: wanted[name] for name in names}
             wanted |= {name: np.zeros_like(content(0)[name]) for name in numpy}
         args = ocp.args.StandardRestore(wanted)
         if only is not None:
@@ -207,14 +228,33 @@ class Member:
             assert layout is None or got[name].sharding == layout, name
         return {name: described(leaf) for name, leaf in got.items()}
 
-    def do_train_until_preempted(self, step, mesh, signalled=None, **named):
+    def do_save_alone(self, path, version, mesh):
+        """Save without a manager: a checkpoint that needs no store."""
+        import orbax.checkpoint as ocp
+
+        handler = orbax_delta().DeltaCheckpointHandler()
+        with ocp.Checkpointer(handler) as checkpointer:
+            tree = state(version, mesh)
+            checkpointer.save(Path(path), orbax_delta().DeltaSave(tree))
+        return {}
+
+    def do_restore_alone(self, path, mesh):
+        """Restore such a checkpoint."""
+        import orbax.checkpoint as ocp
+
+        handler = orbax_delta().DeltaCheckpointHandler()
+        with ocp.Checkpointer(handler) as checkpointer:
+            args = orbax_delta().DeltaRestore(target(mesh))
+            got = checkpointer.restore(Path(path), args)
+        return {name: described(leaf) for name, leaf in got.items()}
+
+    def do_train_until_preempted(self, step, mesh, signalled=None):
         """Save each fifth step until a preemption is near, and then once more.
 
         Args:
             step: First step.
             mesh: Mesh of the state.
             signalled: Step in which this process is told of a preemption.
-            **named: More for each save.
         """
         from jax.experimental import multihost_utils
 
@@ -224,11 +264,11 @@ class Member:
             if step == signalled:
                 os.kill(os.getpid(), signal.SIGTERM)
             if step % 5 == 0:
-                saves.append(self.do_save(step, step, mesh, **named))
+                saves.append(self.do_save(step, step, mesh))
             step += 1
         return {
             "step": step,
-            "last": self.do_save(step, step, mesh, **named),
+            "last": self.do_save(step, step, mesh),
             "saves": saves,
         }
 
@@ -251,6 +291,29 @@ class Member:
         """From now on the store works."""
         self._broken.close()
         return {}
+
+    def do_ask_service(self):
+        """What the coordination service answers where it refuses or has nothing."""
+        from jax._src import distributed
+
+        client = distributed.global_state.client
+
+        def refusal(call, *arguments):
+            try:
+                return call(*arguments).decode()
+            except RuntimeError as error:
+                return str(error).partition(":")[0]
+
+        client.key_value_set_bytes("rules/a", b"1")
+        answers = {
+            "set again": refusal(client.key_value_set_bytes, "rules/a", b"2"),
+            "get": refusal(client.key_value_try_get_bytes, "rules/a"),
+            "get none": refusal(client.key_value_try_get_bytes, "rules/b"),
+            "wait for none": refusal(client.blocking_key_value_get_bytes, "rules/b", 1),
+        }
+        client.key_value_delete("rules/")
+        answers["deleted"] = refusal(client.key_value_try_get_bytes, "rules/a")
+        return answers
 
     def do_keys(self):
         """What this package has in the coordination service."""
@@ -315,10 +378,12 @@ def end_at_once(*error):
 def main(settings):
     """Join, then do what is told."""
     sys.excepthook = end_at_once
+    faulthandler.register(signal.SIGUSR1)  # what the parent asks before it kills
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # jax aborts when a peer is gone
     member, commands = Member(), queue.SimpleQueue()
     threading.Thread(target=read_commands, args=(member, commands), daemon=True).start()
     join(**settings)
+    children.without_disk_sync()
     say(answer={})
     while (words := commands.get())["do"] != "leave":
         answer = getattr(member, "do_" + words.pop("do"))(**words)

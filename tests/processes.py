@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import members
 START_SECONDS = 120
 ANSWER_SECONDS = 40
 END_SECONDS = 30
-_TAIL = 2500
+_TAIL = 6000
 
 Answer = dict[str, Any]
 Only = Mapping[int, Mapping[str, Any]]
@@ -85,7 +86,17 @@ class Job:
     @property
     def is_alive(self) -> bool:
         """Whether all members still run."""
-        return all(member.process.poll() is None for member in self._members)
+        return self.codes == [None] * self.size
+
+    @property
+    def pids(self) -> list[int]:
+        """Numbers of the processes."""
+        return [member.process.pid for member in self._members]
+
+    @property
+    def codes(self) -> list[int | None]:
+        """How each has ended; None for one that runs."""
+        return [member.process.poll() for member in self._members]
 
     def do(
         self, name: str, only: Only | None = None, /, **arguments: Any
@@ -107,6 +118,7 @@ class Job:
         ranks = range(self.size) if to is None else to
         for rank in ranks:
             own = (only or {}).get(rank, {})
+            self._members[rank].forget_notes()
             self._members[rank].tell({"do": name, **arguments, **own})
         return ranks
 
@@ -122,13 +134,14 @@ class Job:
 
     def await_note(self, rank: int, note: str) -> None:
         """Wait until a member says in passing that it has come to a certain point."""
+        deadline = time.monotonic() + ANSWER_SECONDS
         try:
-            found = self._members[rank].next("note", time.monotonic() + ANSWER_SECONDS)
-            if found != note:
-                raise JobError(f"member {rank} noted {found}, not {note}")
-        except BaseException:
+            while self._members[rank].next("note", deadline) != note:
+                pass  # of something that nobody waited for
+        except JobError as error:
+            story = self._story(f"member {rank} {error}: nothing of {note!r}")
             self.kill_all()
-            raise
+            raise JobError(story) from error
 
     def release(self, rank: int) -> None:
         """Let a member go on that is held."""
@@ -183,6 +196,12 @@ class Job:
         return answers
 
     def _story(self, what: str) -> str:
+        """What went wrong, where each member is, and what it has written last."""
+        for member in self._members:
+            member.process.send_signal(signal.SIGUSR1)
+        for member in self._members:
+            # Those that can still say where they are do so at once.
+            member.ended.wait(0.5)
         tails = (
             f"--- member {rank} ({member.process.poll()}):\n{member.errors()[-_TAIL:]}"
             for rank, member in enumerate(self._members)
@@ -233,6 +252,13 @@ class _Member:
         with contextlib.suppress(BrokenPipeError):
             stdin.write(json.dumps(words) + "\n")
             stdin.flush()
+
+    def forget_notes(self) -> None:
+        """Nobody asked for those of what it did before."""
+        with contextlib.suppress(queue.Empty):
+            while self._said["note"].get_nowait() is not None:
+                pass
+            self._said["note"].put(None)
 
     def next(self, kind: str, deadline: float) -> Any:
         try:

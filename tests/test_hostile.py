@@ -486,7 +486,7 @@ def test_what_a_writer_is_given_it_can_read_again(root, monkeypatch):
     """Depths and axes that a reader would refuse are refused, or left out, in time."""
     strategies.skip_disk_sync(monkeypatch)
     with pytest.raises(InvalidInputError, match="nested more than 100 deep"):
-        orbax_delta.save.prepare(
+        orbax_delta.blocking.prepare(
             {},
             locate(str(root / "1" / "x")),
             OPTIONS,

@@ -71,6 +71,7 @@ class _Service:
 def service():
     """Rounds are counted in each process; these threads are in one."""
     Round._begun = collections.Counter()
+    Round._left = []
     return _Service()
 
 
@@ -159,7 +160,17 @@ def test_who_waits_too_long_gives_up_for_all(service):
     primary, second, _ = rounds(service, 3, timeout=0.3)
     for raised in together(save, primary, second):
         assert isinstance(raised, PeerError)
-        assert "did not answer within 0.3 s" in str(raised)
+        assert "process 2 did not answer within 0.3 s" in str(raised)
+        # Orbax replaces the words of those.
+        assert not isinstance(raised, TimeoutError)
+
+
+def test_who_waits_for_the_verdict_knows_whose_vote_is_missing(service):
+    """Not the primary, which waits like everybody."""
+    primary, second, _ = rounds(service, 3, timeout=0.3)
+    primary.attempt({})
+    with pytest.raises(PeerError, match="process 2 did not answer"):
+        save(second)
 
 
 def test_a_late_primary_obeys_the_abort_of_the_others(service):
@@ -182,7 +193,7 @@ def test_a_late_primary_obeys_the_abort_of_the_others(service):
     assert isinstance(first, PeerError)
     assert isinstance(other, PeerError)
     assert "process 1 on " in str(first)
-    assert "primary did not answer" in str(first)
+    assert "process 0 did not answer" in str(first)
 
 
 def test_a_commit_wins_against_a_late_abort(service):
@@ -214,6 +225,13 @@ def test_a_problem_of_all_is_raised_by_all(service):
 
     results = together(declare, *rounds(service, 3))
     assert [str(error) for error in results] == [f"leaf of {i}" for i in range(3)]
+    # Their keys go with those of the next save, when nobody reads them any more.
+    assert len(service.values) == 3
+    later = rounds(service, 3, number=2)
+    together(save, *later)
+    assert all(key.startswith(later[0]._prefix) for key in service.values)
+    later[0].clear()
+    assert service.values == {}
 
 
 def test_a_problem_of_one_goes_to_the_vote(service):

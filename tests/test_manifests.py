@@ -12,7 +12,7 @@ import pytest
 import xxhash
 import zstandard
 
-from orbax_delta import manifests, save
+from orbax_delta import blocking, manifests
 from orbax_delta.errors import (
     CorruptionError,
     DeltaError,
@@ -393,9 +393,9 @@ def test_a_value_written_in_another_way_is_refused(kind, value):
     ("header", "error", "message"),
     [
         (
-            "ORBAX-DELTA-MANIFEST 1 {digest} {size}",
+            "ORBAX-DELTA-MANIFEST 2 {digest} {size}",
             UnsupportedVersionError,
-            "version 1",
+            "version 2",
         ),
         (
             "ORBAX-DELTA-MANIFEST 999999999 {digest} 0",
@@ -522,7 +522,7 @@ def test_a_manifest_of_any_metadata_is_written_so_that_it_is_read():
 
 def _prepared(custom_metadata):
     place = locate("/run/7.orbax-checkpoint-tmp/default.orbax-checkpoint-tmp")
-    request = save.prepare(
+    request = blocking.prepare(
         {"a": 1}, place, DeltaOptions(), custom_metadata=custom_metadata
     )
     return request.custom_metadata

@@ -174,6 +174,21 @@ def test_other_targets(root, jobs, size, record_property):
     record_property("restores", 3)
 
 
+def test_without_a_manager(tmp_path, jobs, record_property):
+    """A plain Checkpointer's checkpoint stands for itself, and leaves no keys."""
+    path = str(tmp_path / "alone")
+    jobs[4].do("save_alone", path=path, version=1, mesh="mixed")
+    jobs[4].do("save_alone", path=path + "2", version=2, mesh="mixed")
+    # The keys of a save go when there is another one.
+    for answer in jobs[4].do("keys"):
+        assert all(key.startswith("orbax_delta/alone2/") for key in answer["keys"])
+    for size in SIZES:
+        for mesh in MESHES:
+            answers = jobs[size].do("restore_alone", path=path, mesh=mesh)
+            assert_restored(answers, 1)
+    record_property("restores", len(SIZES) * len(MESHES))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("saving", SIZES)
 @pytest.mark.parametrize("mesh", MESHES)
@@ -190,6 +205,20 @@ def test_every_pair(root, jobs, mesh, saving, record_property):
     row = {"saved by": saving, "mesh": mesh, "restores": count}
     record_property("restores", count)
     record_property(MATRIX_OF_ALL, row)
+
+
+def test_rules_of_the_coordination_service(jobs):
+    """What `test_hosts` takes for granted of jax's."""
+    (told,) = jobs[2].tell("ask_service", to=[0])
+    assert jobs[2].hear([told]) == [
+        {
+            "set again": "ALREADY_EXISTS",
+            "get": "1",
+            "get none": "NOT_FOUND",
+            "wait for none": "DEADLINE_EXCEEDED",
+            "deleted": "NOT_FOUND",
+        }
+    ]
 
 
 def test_the_judgement_is_strict(root, jobs):

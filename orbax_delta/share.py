@@ -1,0 +1,208 @@
+"""What one process writes of a save: its chunks into packs, its rows into a part.
+
+Cut, compare, code, put. Does not belong here: what the other processes do, pins, the
+MANIFEST.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence, Set
+
+from orbax_delta import changes, chunks, codecs, coding, parts, records
+from orbax_delta.agreement import Ballot
+from orbax_delta.background import Pool, Stopwatch, ordered_map, pool
+from orbax_delta.base import Base, Entry
+from orbax_delta.blocking import SaveRequest
+from orbax_delta.changes import Cut, Finding, Status
+from orbax_delta.chunks import Box
+from orbax_delta.errors import DeltaError
+from orbax_delta.kin import Kin
+from orbax_delta.leaves import Snapshot
+from orbax_delta.manifests import LeafEntry, PartEntry
+from orbax_delta.packs import PackWriter
+from orbax_delta.parts import Row
+from orbax_delta.reports import SaveReport, chain_lengths
+from orbax_delta.rows import SaveRows
+from orbax_delta.store import Folder
+
+_BLOCK_BYTES = codecs.BLOCK_BYTES
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a process has written.
+
+    Attributes:
+        ballot: What it votes for the save with.
+        stored: Every chunk that it holds, as the next base knows them: leaf, box, and
+            its entry unless another process writes it.
+        layouts: Name of the layout of each leaf, by name of the leaf.
+    """
+
+    ballot: Ballot
+    stored: Sequence[tuple[LeafEntry, Box, Entry | None]]
+    layouts: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShareWriter:
+    """One try of one process; its names are used by no other.
+
+    Attributes:
+        request: The save.
+        taken: Its state.
+        attempt: The random bits that name the attempt.
+        base: What is stored already; it hears which entries change.
+        kin: What other runs and items have stored.
+        elsewhere: Packs that other runs need.
+        packs: Folder of the packs.
+        item: Folder of the item.
+        watch: Gets the time of each stage.
+    """
+
+    request: SaveRequest
+    taken: Snapshot
+    attempt: bytes
+    base: Base
+    kin: Kin
+    elsewhere: Set[str]
+    packs: Folder
+    item: Folder
+    watch: Stopwatch
+
+    def write(self) -> Share:
+        """Write it; on return it is durable.
+
+        Raises:
+            StorageError: The storage refused something; nothing is under way any more.
+            DeltaError: Another process has given up.
+        """
+        with pool(self.request.options.worker_count) as executor:
+            cut, stored, written = self._store_chunks(executor)
+        rows = [entry.row for entry in stored.entries]
+        with self.watch.stage("part"):
+            part, packs = self._put_part(rows)
+        known = [
+            (finding.chunk.leaf, finding.chunk.box, entry)
+            for finding, entry in zip(stored.findings, stored.entries, strict=True)
+        ]
+        return Share(
+            ballot=Ballot(
+                part=part,
+                packs=packs,
+                report=self._report(stored, rows, written + part.length),
+                cover=chunks.cover((row.leaf, row.box) for row in rows),
+            ),
+            stored=[*known, *((leaf, box, None) for leaf, box in cut.others)],
+            layouts={leaf.entry.name: leaf.layout.name for leaf in self.taken.leaves},
+        )
+
+    @property
+    def _process(self) -> int:
+        return self.request.round.job.process
+
+    def _store_chunks(self, executor: Pool) -> tuple[Cut, SaveRows, int]:
+        """Compare, code and put every chunk that is this process's."""
+        options = self.request.options
+        refresh_every = None if self.request.hurried else options.refresh_every
+        with self.watch.stage("compare"):
+            cut = changes.cut(
+                self.taken.leaves, self.base, options, process=self._process
+            )
+            compared = changes.compare(
+                cut.own, refresh_every, executor, elsewhere=self.elsewhere
+            )
+            findings, read_bytes = self.kin.share(compared, options, executor)
+        changed = [f for f in findings if f.status in (Status.CHANGED, Status.REFRESH)]
+        for finding in changed:
+            self.base.touch(finding.chunk.leaf, finding.chunk.box)
+        writer = PackWriter(
+            self.packs,
+            attempt=self.attempt,
+            process=self._process,
+            pack_bytes=options.pack_size(local=self.packs.is_local),
+        )
+        stored = SaveRows(findings)
+        stored.read_bytes = read_bytes
+        try:
+            with self.watch.stage("code"):
+                self._put_records(changed, writer, stored, executor)
+            with self.watch.stage("write"):
+                writer.finish()
+        except BaseException:
+            # Wait for our own writes: nothing may land after the error is known.
+            with contextlib.suppress(DeltaError):
+                writer.drain()
+            raise
+        stored.fill_in(options)
+        return cut, stored, writer.written_bytes
+
+    def _put_records(
+        self,
+        changed: Sequence[Finding],
+        writer: PackWriter,
+        stored: SaveRows,
+        executor: Pool,
+    ) -> None:
+        options = self.request.options
+        new_bytes: collections.Counter[int] = collections.Counter()
+        for finding in changed:
+            new_bytes[finding.chunk.leaf_index] += finding.chunk.content_bytes
+        coded = ordered_map(
+            executor,
+            lambda finding: coding.code(finding, options=options, packs=self.packs),
+            changed,
+            window=4 * options.worker_count,
+        )
+        previous = -1
+        for result in coded:
+            leaf = result.finding.chunk.leaf_index
+            fills_packs = writer.pack_bytes <= max(new_bytes[leaf], new_bytes[previous])
+            if leaf != previous and fills_packs:
+                writer.cut()
+            previous = leaf
+            self.request.round.look()
+            stored.add(result, *writer.add(result.record))
+
+    def _put_part(self, rows: Sequence[Row]) -> tuple[PartEntry, list[str]]:
+        packs = sorted({ref.pack for row in rows for ref in row.refs if ref.pack})
+        data = parts.encode_part(self.attempt, rows, packs)
+        entry = PartEntry(
+            name=f"part-{self.attempt.hex()}-p{self._process}",
+            length=len(data),
+            digest=records.digest(data).hex(),
+            rows=len(rows),
+            packs=(),
+        )
+        self.item.write(entry.name, data)
+        return entry, packs
+
+    def _report(
+        self, stored: SaveRows, rows: Sequence[Row], written_bytes: int
+    ) -> SaveReport:
+        request = self.request
+        cut = [finding.chunk for finding in stored.findings]
+        mean, longest = chain_lengths([len(row.refs) for row in rows])
+        return SaveReport(
+            step=request.place.step_name,
+            item=request.place.item,
+            full_bytes=sum(chunk.content_bytes for chunk in cut),
+            written_bytes=written_bytes,
+            read_bytes=stored.read_bytes,
+            chunks=len(cut),
+            chunks_by_form=dict(sorted(stored.chunks_by_form.items())),
+            bytes_by_form=dict(sorted(stored.bytes_by_form.items())),
+            elements=sum(chunk.word_count for chunk in cut),
+            elements_changed=stored.elements_changed,
+            blocks=sum(-(-chunk.content_bytes // _BLOCK_BYTES) for chunk in cut),
+            blocks_changed=stored.blocks_changed,
+            records_per_chunk_mean=mean,
+            records_per_chunk_max=longest,
+            copies=1,  # known once all have voted
+            copies_wanted=request.options.keep_bases if request.place.root_url else 1,
+            stage_seconds=dict(self.watch.seconds),
+            blocking_seconds=request.blocking_seconds,
+            total_seconds=time.perf_counter() - request.started,
+        )
