@@ -186,6 +186,7 @@ def manifest(step: int, sizes: Sizes, packs: Sequence[str], part: bytes) -> Mani
         length=len(part),
         digest=records.digest(part).hex(),
         rows=sizes.rows,
+        packs=tuple(range(len(packs))),
     )
     return Manifest(
         attempt=own,
@@ -196,6 +197,7 @@ def manifest(step: int, sizes: Sizes, packs: Sequence[str], part: bytes) -> Mani
         predecessor=None,
         store_uuid="",
         store_url="",
+        root_uuid="",
         options={},
         versions={},
         tree={},

@@ -21,7 +21,7 @@ from orbax_delta.reports import SaveReport
 from orbax_delta.store import DeltaStore, Folder
 
 # Network file systems show a new file late to those who have looked for it before.
-_APPEARS_WITHIN_SECONDS = 10.0
+_APPEARS_WITHIN_SECONDS = 5.0
 _LOOK_AGAIN_SECONDS = 0.2
 
 _LINE_BYTES = 4

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import logging
 import secrets
 import socket
 import time
@@ -22,6 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from orbax_delta.errors import DeltaError, PeerError, StorageError
+
+_logger = logging.getLogger("orbax_delta")
 
 _SLICE_SECONDS = 0.5
 _LOOK_EVERY_SECONDS = 1.0
@@ -130,10 +133,13 @@ class Round:
         try:
             yield
         except BaseException as error:
-            if self.job.client is not None and error is not self._heard:
-                # It is raised here whatever the others hear first.
-                with contextlib.suppress(DeltaError):
-                    self._decide({"abort": self._describe(error)})
+            if self.job.client is not None:
+                # Orbax may keep it for as long as another process does not come back.
+                _logger.error("%s is not saved: %s", self._name, error)
+                if error is not self._heard:
+                    # It is raised here whatever the others hear first.
+                    with contextlib.suppress(DeltaError):
+                        self._decide({"abort": self._describe(error)})
             raise
 
     def attempt(self, details: Document | None) -> tuple[bytes, Document]:

@@ -223,11 +223,17 @@ def test_a_process_that_is_held_up(job, root, culprit, url, record_property):
         entered(record_property, "held up", culprit, [answers[rank] for rank in others])
 
 
-def test_the_primary_comes_too_late_with_its_verdict(job, root, record_property):
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"rules": [{**HOLDS_MANIFEST, "rule": "hold after"}]},
+        {"decision": "wait"},  # with all checks behind it
+    ],
+)
+def test_the_primary_comes_too_late_with_its_verdict(job, root, held, record_property):
     """The others have given up: the MANIFEST that is there already goes again."""
     with drill(job, root, vote_timeout=PATIENCE):
-        rule = {**HOLDS_MANIFEST, "rule": "hold after"}
-        job.do("break", {0: {"rules": [rule]}})
+        job.do("break", {0: held})
         job.tell("save", step=1, version=1, mesh=MESH)
         job.await_note(0, "held")
         for rank in (1, 2, 3):
