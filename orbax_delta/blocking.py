@@ -11,7 +11,7 @@ from typing import Any
 
 from orbax_delta import fields
 from orbax_delta.errors import InvalidInputError
-from orbax_delta.hosts import Job, Round
+from orbax_delta.hosts import ALONE, Job, Round
 from orbax_delta.leaves import Snapshot, snapshot
 from orbax_delta.manifests import Json
 from orbax_delta.options import DeltaOptions
@@ -43,10 +43,6 @@ class SaveRequest:
     started: float
     wall_time: float
     blocking_seconds: float
-
-
-ALONE = Job()
-"""A process that saves for itself."""
 
 
 def prepare(

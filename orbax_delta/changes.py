@@ -130,15 +130,17 @@ def cut(
     """Cut all that this process holds, and find out what of it is its own."""
     own: list[Chunk] = []
     others: list[tuple[LeafEntry, Box]] = []
-    spread = any(leaf.layout.holders for leaf in leaves)
-    entries = [leaf.entry for leaf in leaves]
-    families = ownership.families(entries) if spread else [""] * len(entries)
+    # Of other leaves not even the shapes are alike on all processes.
+    spread = [leaf.entry for leaf in leaves if leaf.layout.holders]
+    names = (entry.name for entry in spread)
+    families = dict(zip(names, ownership.families(spread)))
     for index, leaf in enumerate(leaves):
         known = base.known_boxes(leaf.entry, leaf.layout.name)
         for shard in leaf.shards:
             holders = leaf.layout.holders.get(shard[0], (process,))
             for box in _boxes(shard, known, options.chunk_bytes):
-                if ownership.owner(families[index], box, holders) != process:
+                family = families.get(leaf.entry.name, "")
+                if ownership.owner(family, box, holders) != process:
                     others.append((leaf.entry, box))
                     continue
                 chunk = Chunk(

@@ -1,7 +1,8 @@
 """What to restore when a step is damaged past healing: the newest state that is whole.
 
 Either the error says which one that is, or it is restored instead, loudly. States are
-the finished steps of the root and the bases that its store keeps.
+the finished steps of the root and the bases that its store keeps. The processes of a
+job look for it together: what one cannot restore none of them does.
 """
 
 import logging
@@ -19,6 +20,7 @@ from orbax_delta.errors import (
     StorageError,
     UnsupportedVersionError,
 )
+from orbax_delta.hosts import ALONE, Job, Round
 from orbax_delta.listing import Item, Root
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
@@ -45,6 +47,7 @@ def run(
     settings: DeltaOptions,
     *,
     on_corruption: OnCorruption = "raise",
+    job: Job = ALONE,
 ) -> Restored:
     """Restore one item of one step, or what stands in for it.
 
@@ -56,22 +59,47 @@ def run(
             `"fallback"`: the newest state that restores and is not newer than the
             step; its RestoreReport names it. On a local disk a failing read counts as
             damage too.
+        job: The processes that restore it together.
 
     Raises:
         StructureError: The target does not fit what is restored.
         CorruptionError: The step is damaged, and no state stands in for it.
         StorageError: The storage did not give something.
+        PeerError: Another process did not answer.
+        DisagreementError: Another process restores something else.
+        DeltaError: What another process failed with, of the class that it had there.
     """
     try:
-        return restore.run(place, target, settings)
+        return together(place, target, settings, job=job, what=place.step_name)
     except damage(place.root_url or place.item_url) as error:
         if not _is_damage(place, error):
             raise
         if on_corruption == "fallback":
-            return _instead(place, target, settings, error)
+            return _instead(place, target, settings, error, job)
         if isinstance(error, StorageError):
             raise  # the storage may be out of order altogether
         raise _explained(place, error, settings) from error
+
+
+def together(
+    place: Place, target: Target | None, settings: DeltaOptions, *, job: Job, what: str
+) -> Restored:
+    """Restore one state, if every process of a job can restore what it wants of it.
+
+    Otherwise some would hold an older state than others, and nobody would know.
+
+    Args:
+        place: The state.
+        target: What to make of it.
+        settings: Options in force.
+        job: The processes.
+        what: A name for the state that is the same on all of them.
+
+    Raises:
+        DeltaError: What `restore.run` has raised, here or on another process.
+    """
+    agreed = Round(job, place.item, timeout=settings.vote_timeout, deed="restore")
+    return agreed.unanimous(what, lambda: restore.run(place, target, settings))
 
 
 def _is_damage(place: Place, error: DeltaError) -> bool:
@@ -101,12 +129,16 @@ def _explained(place: Place, error: DeltaError, settings: DeltaOptions) -> Delta
 
 
 def _instead(
-    place: Place, target: Target | None, settings: DeltaOptions, error: DeltaError
+    place: Place,
+    target: Target | None,
+    settings: DeltaOptions,
+    error: DeltaError,
+    job: Job,
 ) -> Restored:
     _logger.error("%s does not restore: %s", place.label, error)
     for item in _states(_root(place), place, not_after=place.step):
         try:
-            restored = restore.run(item.place, target, settings)
+            restored = together(item.place, target, settings, job=job, what=item.step)
         except damage(place.root_url or place.item_url) as other:
             _logger.error("%s does not restore either: %s", _name(item), other)
             continue

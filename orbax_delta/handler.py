@@ -113,6 +113,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
             delegation.target(args),
             self.options,
             on_corruption=delegation.on_corruption(args),
+            job=processes.restoring(self.options.processes),
         )
         self.last_restore_report = result.report
         return result.tree

@@ -117,6 +117,7 @@ class DeltaHandler:
             delegation.target(args),
             self.options,
             on_corruption=delegation.on_corruption(args),
+            job=processes.restoring(self.options.processes),
         )
         return result.tree
 

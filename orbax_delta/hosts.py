@@ -1,6 +1,7 @@
 """Saving together: what the processes of a job agree on for one save.
 
-An attempt that the primary names, a vote by each process, and one verdict. All of it
+An attempt that the primary names, a vote by each process, and one verdict. A restore
+has them too: all processes get the same state, or the same error. All of it
 goes over the key-value store of JAX's coordination service. No collectives: those hang
 when one process is missing, and no thread may call them. The only module that knows of
 other processes; it knows nothing of what they save.
@@ -20,9 +21,14 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from orbax_delta.errors import DeltaError, PeerError, StorageError
+from orbax_delta.errors import (
+    DeltaError,
+    DisagreementError,
+    PeerError,
+    StorageError,
+)
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -31,6 +37,7 @@ _LOOK_EVERY_SECONDS = 1.0
 _NAMESPACE = "orbax_delta"
 
 Document = Mapping[str, Any]
+_Result = TypeVar("_Result")
 
 
 class Coordination(Protocol):
@@ -74,32 +81,42 @@ class Job:
         return len(self.processes) == 1
 
 
-class Round:
-    """One save of one item, as the processes agree on it.
+ALONE = Job()
+"""A process that saves and restores for itself."""
 
-    Made in the thread that calls `save`, where all processes come by in the same order.
+
+class Round:
+    """One save, or one restore, of one item, as the processes agree on it.
+
+    Made in the thread that calls, where all processes come by in the same order.
 
     Attributes:
         job: The processes.
     """
 
-    # How often each save was begun; alike on all processes.
+    # How often each save was begun; alike on all processes that take part in it.
     _begun: ClassVar[collections.Counter[str]] = collections.Counter()
-    # Keys of saves that have ended, and that go with those of the next round: whoever
-    # takes part in that has seen the end of these.
-    _left: ClassVar[list[str]] = []
+    # Keys of saves that have ended, by who took part; they go with those of the next
+    # round of the same: whoever takes part in that has seen the end of these.
+    _left: ClassVar[dict[str, list[str]]] = {}
 
-    def __init__(self, job: Job, name: str, *, timeout: float) -> None:
+    def __init__(
+        self, job: Job, name: str, *, timeout: float, deed: str = "save"
+    ) -> None:
         self.job = job
         self._name = name
         self._timeout = timeout
+        self._deed = deed
         self._looked = time.monotonic()
         self._heard: DeltaError | None = None
         self._left_before: list[str] = []
+        # Others of the job, who save by themselves, do not count along.
+        self._who = f"{zlib.crc32(json.dumps(list(job.processes)).encode()):08x}"
+        rounds = f"{deed}/{name}/{self._who}"
         if job.client is not None:
-            Round._begun[name] += 1
-            self._left_before, Round._left = Round._left, []
-        self._prefix = f"{_NAMESPACE}/{name}/{Round._begun[name]}/"
+            Round._begun[rounds] += 1
+            self._left_before = Round._left.pop(self._who, [])
+        self._prefix = f"{_NAMESPACE}/{rounds}/{Round._begun[rounds]}/"
 
     # In the calling thread.
 
@@ -223,8 +240,63 @@ class Round:
 
     def leave(self) -> None:
         """Let the keys of this save go with those of the next one, of whatever item."""
-        if self.job.client is not None:
-            Round._left += [*self._left_before, self._prefix]
+        if self.job.client is not None and self.job.primary:
+            left = Round._left.setdefault(self._who, [])
+            left += [*self._left_before, self._prefix]
+
+    # A whole round in the calling thread.
+
+    def unanimous(self, what: str, work: Callable[[], _Result]) -> _Result:
+        """Do what all processes do together, and succeed or raise as all of them do.
+
+        Args:
+            what: What it is about; the same on all processes.
+            work: Does it; leaves nothing behind where it raises.
+
+        Raises:
+            Exception: What `work` has raised here.
+            DeltaError: What it has raised on another process, of the same class. Of
+                several errors all processes raise the same one.
+        """
+        if self.job.client is None:
+            return work()
+        try:
+            with self.spread_errors():
+                result = work()
+                self._require_same(what)
+                if self.job.primary:
+                    self.collect({})
+                    self.settle({})
+                else:
+                    self.vote({})
+        except Exception as error:
+            # Callers decide by the class what to do next, and must not do two things.
+            first = self._decided_error(error)
+            if first is None:
+                raise
+            raise first from error
+        finally:
+            self.leave()
+        return result
+
+    def _require_same(self, what: str) -> None:
+        _, first = self.attempt({"what": what})
+        if first["what"] != what:
+            raise DisagreementError(
+                f"this process wants to {self._deed} {what} while the primary wants "
+                f"{first['what']}. All processes must {self._deed} the same, in the "
+                "same order"
+            )
+
+    def _decided_error(self, error: Exception) -> DeltaError | None:
+        """The error of another process that counts instead of this one."""
+        verdict = None
+        with contextlib.suppress(StorageError):
+            verdict = self._try_get("verdict")
+        if error is self._heard or verdict is None or "abort" not in verdict:
+            return None
+        own = verdict["abort"] == self._describe(error)
+        return None if own else _error_of(verdict["abort"])
 
     # Keys and values.
 
@@ -256,7 +328,8 @@ class Round:
         if not isinstance(error, DeltaError):
             text = f"{type(error).__name__}: {text}"
         where = f"process {self.job.process} on {socket.gethostname()}"
-        return {"kind": kind, "text": f"{where}: {text}"}
+        restorable = getattr(error, "restorable", None)
+        return {"kind": kind, "text": f"{where}: {text}", "restorable": restorable}
 
     def _missing_voter(self) -> int:
         """Whom the primary still waits for; the primary, if all others have voted."""
@@ -266,8 +339,9 @@ class Round:
     def _late(self, process: int) -> PeerError:
         return PeerError(
             f"{self._name}: process {process} did not answer within {self._timeout:g} "
-            "s; nothing of this save was kept. See what holds it up and save again, or "
-            "raise `vote_timeout`"
+            f"s; nothing of this {self._deed} was kept. See what holds it up and "
+            f"{self._deed} again, or raise `vote_timeout`; if it takes no part, "
+            "`processes` tells who does"
         )
 
     def _await(self, key: str, who: int, deadline: float) -> Document:
@@ -335,4 +409,6 @@ def _error_of(document: Document) -> DeltaError:
     for known in classes:
         classes += known.__subclasses__()
     found = [known for known in classes if known.kind == document["kind"]]
-    return found[0](document["text"])
+    error = found[0](document["text"])
+    error.restorable = document["restorable"]
+    return error

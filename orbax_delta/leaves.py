@@ -22,7 +22,7 @@ from orbax_delta.manifests import Json, LeafEntry, path_name
 from orbax_delta.shardings import Layout
 
 HostShard = tuple[Box, np.ndarray]
-NO_LAYOUT = Layout(holders={}, name="")
+NO_LAYOUT = Layout(holders={}, name="host")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def _fixed(leaf: HostLeaf) -> str:
     entry = leaf.entry
     if entry.kind not in ("jax", "numpy", "numpy_scalar", "key"):
         return entry.kind  # the primary's is saved, whatever it is
-    placed = f" laid out as {leaf.layout.name}" if leaf.layout.name else ""
+    placed = f" laid out as {leaf.layout.name}" if leaf.layout.holders else ""
     implementation = f" of {entry.value}" if entry.kind == "key" else ""
     shape = list(entry.shape)
     return f"{entry.kind} {entry.dtype}{shape}{implementation}{placed}"
@@ -159,7 +159,8 @@ def _stage_jax(path: trees.Path, value: jax.Array, job: Job) -> Callable[[], Hos
     for shard in value.addressable_shards:
         box = chunks.index_box(shard.index, value.shape)
         distinct.setdefault(box, shard.data)
-    layout = NO_LAYOUT if job.alone else _layout(path, value, job)
+    own = job.alone and value.is_fully_addressable
+    layout = NO_LAYOUT if own else _layout(path, value, job)
     if value.size == 0:
         distinct = {}
     for data in distinct.values():

@@ -116,10 +116,11 @@ class DeltaOptions:
             )
 
     def shared(self) -> dict[str, object]:
-        """Options that all processes of a job must have alike."""
-        own = ("threads",)
+        """Options that all processes of a job must have alike, as JSON gives them."""
         values = dataclasses.asdict(self)
-        return {name: value for name, value in values.items() if name not in own}
+        del values["threads"]
+        alike: dict[str, object] = json.loads(json.dumps(values))
+        return alike
 
     def recorded(self) -> dict[str, object]:
         """Options as a MANIFEST keeps them."""

@@ -1,9 +1,10 @@
-"""The blocking phase of both adapters: which processes save, and why now.
+"""The blocking phase of both adapters: which processes save or restore, and why now.
 
-All that has to be asked of Orbax and JAX before a save. Does not belong here: how the
+All that has to be asked of Orbax and JAX before that. Does not belong here: how the
 processes agree (`hosts`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,12 +47,31 @@ def job(options: DeltaOptions) -> Job:
         InvalidInputError: This process is none of those that the options name.
     """
     own = jax.process_index()
-    together = tuple(options.processes or range(jax.process_count()))
+    together = _named(options.processes)
     if own not in together or max(together) >= jax.process_count():
         raise InvalidInputError(
             f"this is process {own} of {jax.process_count()}; DeltaOptions.processes "
             f"is {together}. A process that saves must be one of them"
         )
+    return _joined(own, together)
+
+
+def restoring(named: Sequence[int] | None) -> Job:
+    """The processes that restore together with this one.
+
+    Args:
+        named: Those that save together. One that is none of them restores by itself.
+    """
+    own = jax.process_index()
+    together = _named(named)
+    return _joined(own, together if own in together else (own,))
+
+
+def _named(processes: Sequence[int] | None) -> tuple[int, ...]:
+    return tuple(processes or range(jax.process_count()))
+
+
+def _joined(own: int, together: tuple[int, ...]) -> Job:
     if len(together) == 1:
         return Job(process=own, processes=together)
     client = ocp.multihost.get_jax_distributed_client()

@@ -2,12 +2,13 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import v1
 
-from orbax_delta import delegation, fallback, listing, restore
+from orbax_delta import delegation, fallback, listing
 from orbax_delta.errors import (
     CorruptionError,
     NotFoundError,
@@ -16,6 +17,7 @@ from orbax_delta.errors import (
 from orbax_delta.handler import DEFAULT_ITEM, DeltaRestore
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import locate
+from orbax_delta.processes import restoring
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -52,6 +54,7 @@ def restore_latest_good(
     target: Any = None,
     *,
     item: str | None = None,
+    processes: Sequence[int] | None = None,
 ) -> tuple[int | None, Any]:
     """Restore the newest state that is not damaged: a step, or else a kept base.
 
@@ -64,6 +67,7 @@ def restore_latest_good(
         target: As for `DeltaRestore`.
         item: Which item, for a manager of several; None: `default`, of a Checkpointer
             `state`, which are what Orbax calls the only one.
+        processes: As `DeltaOptions.processes`: who calls this together.
 
     Returns:
         The step and its tree; of a base the step that it was, None if that had no
@@ -105,7 +109,7 @@ def restore_latest_good(
                 # Those in between were found damaged when the error was made.
                 steps = steps[steps.index(whole) :]
     try:
-        return restore_base(manager.directory, target, item=name)
+        return restore_base(manager.directory, target, item=name, processes=processes)
     except NotFoundError:
         if not damaged:
             raise NotFoundError(f"{manager.directory} holds no step") from None
@@ -123,6 +127,7 @@ def restore_base(
     *,
     step: int | None = None,
     item: str = DEFAULT_ITEM,
+    processes: Sequence[int] | None = None,
 ) -> tuple[int | None, Any]:
     """Restore a state that the store keeps, whatever became of the steps' folders.
 
@@ -131,6 +136,8 @@ def restore_base(
         target: As for `DeltaRestore`.
         step: The step that it was; None: the newest base that restores.
         item: Which item.
+        processes: As `DeltaOptions.processes`: who calls this together. A process that
+            restores a base by itself names itself alone.
 
     Returns:
         The step that it was, None if that had no number, and its tree.
@@ -158,9 +165,12 @@ def restore_base(
             raise CorruptionError(f"{message}. Others are damaged: {unreadable[0]}")
         raise NotFoundError(message)
     damaged = []
+    settings, job = DeltaOptions(), restoring(processes)
     for base in reversed(kept):
         try:
-            restored = restore.run(base.place, wanted, DeltaOptions())
+            restored = fallback.together(
+                base.place, wanted, settings, job=job, what=base.step
+            )
         except fallback.damage(os.fspath(root)) as error:
             _logger.error("the kept base %s does not restore: %s", base.step, error)
             damaged.append(str(error))

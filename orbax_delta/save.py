@@ -234,7 +234,7 @@ class _Attempt:
         """See the parts of the other processes, not only hear of them."""
         if self.round.job.alone:
             return
-        missing = {entry.name for entry in entries} - set(self.item.names())
+        missing = upkeep.absent(self.item, {entry.name for entry in entries})
         if missing:
             raise DisagreementError(
                 f"{self.item.url} lacks {', '.join(sorted(missing))}, which other "
@@ -301,7 +301,7 @@ class _Attempt:
         if self.round.job.alone:
             missing = self.store.pins.read(self.pin) is None
         else:
-            missing = not wanted <= set(self.store.pins.names())
+            missing = bool(upkeep.absent(self.store.pins, wanted))
         if missing:
             self.round.look(at_once=True)  # who gives up takes its pin along
             raise ConflictError(

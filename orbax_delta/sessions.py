@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from orbax_delta import fallback, save, upkeep
 from orbax_delta.blocking import SaveRequest
 from orbax_delta.fallback import OnCorruption
+from orbax_delta.hosts import ALONE, Job
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
 from orbax_delta.reports import SaveReport
@@ -84,6 +85,7 @@ class Sessions:
         options: DeltaOptions,
         *,
         on_corruption: OnCorruption = "raise",
+        job: Job = ALONE,
     ) -> Restored:
         """Restore an item of a step; what is stored of it is the next save's base.
 
@@ -91,8 +93,11 @@ class Sessions:
             NotFoundError: The step, or the store it needs, is not there.
             StructureError: The target does not fit the step.
             CorruptionError: Something stored is damaged past healing.
+            DeltaError: What another process of `job` failed with.
         """
-        result = fallback.run(place, target, options, on_corruption=on_corruption)
+        result = fallback.run(
+            place, target, options, on_corruption=on_corruption, job=job
+        )
         if place.root_url is not None and result.base.store_uuid:
             with self._using(place) as session, session.state.lock:
                 session.state.base = result.base

@@ -43,7 +43,7 @@ class Layout:
 
     Attributes:
         holders: For the box of each shard the processes that hold it, in order.
-        name: A digest of that; empty where there is only one process.
+        name: A digest of that; never empty.
     """
 
     holders: Mapping[Box, Sequence[int]]

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from orbax_delta import bases, owners, prune, steps
 from orbax_delta.base import Base
@@ -209,6 +209,16 @@ def _manifest_keys(store: DeltaStore, state: ItemState) -> frozenset[str]:
     return frozenset(map(without_suffix, prune.manifest_keys(store) - of_others))
 
 
+def absent(folder: Folder, names: Set[str]) -> set[str]:
+    """Which of these are not in a folder.
+
+    A listing of a network file system can be older than what others have just written;
+    whoever asks for a name for the first time is told the truth.
+    """
+    unlisted = names - set(folder.names())
+    return {name for name in unlisted if folder.read(name) is None}
+
+
 def confirm(place: Place, state: ItemState | None) -> None:
     """Check a saved step once more before Orbax makes its folder the step's.
 
@@ -229,7 +239,7 @@ def confirm(place: Place, state: ItemState | None) -> None:
         state.clear_rounds()  # all processes have ended their part
     last = (state.base.predecessor if state else None) or {}
     own = last.get("step") != place.step_name or last["attempt"] == manifest.attempt
-    if own and {part.name for part in manifest.parts} <= set(item.names()):
+    if own and not absent(item, {part.name for part in manifest.parts}):
         return
     raise ConflictError(
         f"{place.label}: another job saved this step into the same folder meanwhile, "

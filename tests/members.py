@@ -71,8 +71,10 @@ def broken(member, rule, **match):
 
     `fail`: the operation fails. `hold`: it waits until the parent says `release`, and
     `hold after` until then before its caller goes on. `late`: it fails, but takes
-    effect when the next one like it begins.
+    effect when the next one like it begins. `stale`: listings show nothing new.
     """
+    if rule == "stale":
+        return testing().stale_listing(0, **match)
     matching = testing().Match(**match)
     if rule == "fail":
         return testing().fail(errno.EIO, matching)
@@ -227,6 +229,56 @@ class Member:
             layout = getattr(leaf, "sharding", None)
             assert layout is None or got[name].sharding == layout, name
         return {name: described(leaf) for name, leaf in got.items()}
+
+    def do_restore_good(self, step, mesh, how):
+        """Restore a step or what stands in for it; which, or the error.
+
+        Args:
+            step: The step.
+            mesh: Mesh to restore onto.
+            how: `latest good`, or a value of `DeltaRestore.on_corruption`.
+        """
+        wanted = target(mesh)
+        try:
+            if how == "latest good":
+                got = orbax_delta().restore_latest_good(self.manager, wanted)[1]
+            else:
+                args = orbax_delta().DeltaRestore(wanted, on_corruption=how)
+                got = self.manager.restore(step, args=args)
+        except orbax_delta().errors.DeltaError as error:
+            return {"error": {"kind": type(error).__name__, "message": str(error)}}
+        return {"tree": {name: described(leaf) for name, leaf in got.items()}}
+
+    def do_restore_base(self, root, mesh):
+        """Restore the newest kept base that all can restore."""
+        _, got = orbax_delta().restore_base(root, target(mesh))
+        return {"tree": {name: described(leaf) for name, leaf in got.items()}}
+
+    def do_save_by_some(self, path, processes, mesh=None):
+        """Some of the processes save a checkpoint; what became of it.
+
+        Args:
+            path: Where to.
+            processes: Which.
+            mesh: Mesh of the state; None: a numpy array.
+        """
+        import orbax.checkpoint as ocp
+
+        delta = orbax_delta()
+        some = ocp.options.MultiprocessingOptions(
+            primary_host=processes[0],
+            active_processes=set(processes),
+            barrier_sync_key_prefix="some",
+        )
+        tree = state(0, mesh) if mesh else {"host": content(0)["host"]}
+        options = delta.DeltaOptions(processes=tuple(processes))
+        handler = delta.DeltaCheckpointHandler(options)
+        with ocp.Checkpointer(handler, multiprocessing_options=some) as checkpointer:
+            try:
+                checkpointer.save(Path(path), delta.DeltaSave(tree))
+            except delta.errors.DeltaError as error:
+                return {"error": {"kind": type(error).__name__, "message": str(error)}}
+        return {"error": None}
 
     def do_save_alone(self, path, version, mesh):
         """Save without a manager: a checkpoint that needs no store."""

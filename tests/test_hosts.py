@@ -18,6 +18,7 @@ from orbax_delta import hosts
 from orbax_delta.errors import (
     ConflictError,
     DeltaError,
+    DisagreementError,
     InvalidInputError,
     PeerError,
     StorageError,
@@ -71,7 +72,7 @@ class _Service:
 def service():
     """Rounds are counted in each process; these threads are in one."""
     Round._begun = collections.Counter()
-    Round._left = []
+    Round._left = {}
     return _Service()
 
 
@@ -79,7 +80,7 @@ def rounds(service, count, *, timeout=20.0, number=1):
     """The same round as each of `count` processes has it."""
     found = []
     for process in range(count):
-        Round._begun["7/default"] = number - 1
+        Round._begun = collections.defaultdict(lambda: number - 1)
         job = Job(process=process, processes=range(count), client=service)
         found.append(Round(job, "7/default", timeout=timeout))
     return found
@@ -271,7 +272,72 @@ def test_keys_are_removed_by_the_primary(service):
     second.clear()
     assert any(key.startswith(first._prefix) for key in service.values)
     first.clear()
-    assert {key.split("/")[3] for key in service.values} == {"11"}
+    assert {key.split("/")[5] for key in service.values} == {"11"}
+
+
+def test_saves_of_some_processes_do_not_count_for_the_others(service):
+    """Otherwise they would wait for each other in rounds of different numbers."""
+    some = Job(process=0, processes=(0, 1), client=service)
+    Round(some, "7/default", timeout=0.3)
+    of_all = [
+        Round(
+            Job(process=process, processes=range(3), client=service),
+            "7/default",
+            timeout=0.3,
+        )._prefix
+        for process in (0, 2)
+    ]
+    Round._begun.clear()
+    alone = Job(process=2, processes=range(3), client=service)
+    assert of_all[0] == Round(alone, "7/default", timeout=0.3)._prefix
+
+
+def test_all_restore_or_none(service):
+    """What each has got, if all have it."""
+    results = together(
+        lambda agreed: agreed.unanimous("3", lambda: agreed.job.process),
+        *rounds(service, 3),
+    )
+    assert results == [0, 1, 2]
+
+
+@pytest.mark.parametrize("failing", [{0}, {2}, {0, 1}, {1, 2}, {0, 1, 2}])
+def test_of_several_errors_all_raise_the_same(service, failing):
+    """They decide by its class, and by the step that it names, how to go on."""
+
+    def run(agreed):
+        def work():
+            if agreed.job.process not in failing:
+                return
+            kind = StorageError if agreed.job.process == 2 else ConflictError
+            error = kind(f"trouble of {agreed.job.process}")
+            error.restorable = agreed.job.process
+            raise error
+
+        return agreed.unanimous("3", work)
+
+    results = together(run, *rounds(service, 3))
+    assert len({type(error) for error in results}) == 1
+    (whose,) = {error.restorable for error in results}
+    assert whose in failing
+    assert type(results[0]) is (StorageError if whose == 2 else ConflictError)
+    for error in results:
+        assert f"trouble of {whose}" in str(error)
+    # Their keys go with the next round.
+    again = rounds(service, 3, number=2)
+    together(lambda agreed: agreed.unanimous("3", lambda: None), *again)
+    assert all(key.startswith(again[0]._prefix) for key in service.values)
+
+
+def test_who_restores_something_else_is_told(service):
+    """And so are the others, at once."""
+    agreed = rounds(service, 3)
+    results = together(
+        lambda one: one.unanimous(str(one.job.process // 2), lambda: None), *agreed
+    )
+    for error in results:
+        assert isinstance(error, DisagreementError)
+        assert "this process wants to save 1 while the primary wants 0" in str(error)
 
 
 def test_a_service_that_is_gone_is_a_storage_error(service):

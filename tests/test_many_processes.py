@@ -181,7 +181,7 @@ def test_without_a_manager(tmp_path, jobs, record_property):
     jobs[4].do("save_alone", path=path + "2", version=2, mesh="mixed")
     # The keys of a save go when there is another one.
     for answer in jobs[4].do("keys"):
-        assert all(key.startswith("orbax_delta/alone2/") for key in answer["keys"])
+        assert all(key.startswith("orbax_delta/save/alone2/") for key in answer["keys"])
     for size in SIZES:
         for mesh in MESHES:
             answers = jobs[size].do("restore_alone", path=path, mesh=mesh)

@@ -73,6 +73,8 @@ def test_what_processes_must_have_alike_and_a_step_keeps():
     """Threads are a matter of each host; who saved is no matter of the step."""
     given = DeltaOptions(processes=(2, 0), threads=3)
     assert DeltaOptions(processes=(2, 0)).shared() == given.shared()
+    # It is compared with what another process has sent as JSON.
+    assert json.loads(json.dumps(given.shared())) == given.shared()
     left_out = set(dataclasses.asdict(given)) - set(given.recorded())
     assert left_out == {"processes", "vote_timeout"}
 

@@ -76,9 +76,9 @@ def drill(job, root, *, steps=(0, 2), **during):
         yield
         job.do("mend")
         good_save(job, 2)
+        assert job.do("keys") == [{"keys": []}] * job.size
         for step in steps:
             good_restore(job, step)
-        assert job.do("keys") == [{"keys": []}] * job.size
         job.do("close")
     except BaseException:
         job.kill_all()  # the next drill begins with another
@@ -282,6 +282,14 @@ def test_a_process_with_another_folder(job, root, tmp_path, record_property):
         pass  # all saves go to one folder now
 
 
+def test_a_primary_whose_listings_are_old(job, root):
+    """What is not listed yet may be there: it asks before it takes it for missing."""
+    with drill(job, root, steps=(0, 1, 2)):
+        job.do("break", {0: {"rules": [{"rule": "stale"}]}})
+        answers = job.do("save", step=1, version=1, mesh=MESH)
+        assert [answer["error"] for answer in answers] == [None] * SIZE
+
+
 def test_a_process_with_other_options(job, root, record_property):
     """Leaves would be cut in two ways: named, with both values."""
     other = {OTHER: {"chunk_bytes": 1024}}
@@ -316,6 +324,90 @@ def test_a_folder_that_is_another_disk_there(root, tmp_path, record_property):
         )
         entered(record_property, "a private disk", 1, answers)
     strategies.check_clean(root, [])
+
+
+# --- damage ---------------------------------------------------------------------------
+
+
+def lose_packs(root, step, process):
+    """Delete what one process has written for a step."""
+    attempt = strategies.read_manifest(root / str(step) / "default/MANIFEST").attempt
+    packs = list((root / strategies.STORE / "packs").glob(f"{attempt}-p{process}-*"))
+    assert packs
+    for pack in packs:
+        pack.unlink()
+
+
+# What the primary writes of leaves on the host, all processes want.
+@pytest.mark.parametrize("culprit", [1, OTHER])
+def test_damage_that_only_one_process_meets(job, root, culprit, record_property):
+    """No process restores another state than the others do, and none waits."""
+    mesh = "fully sharded"
+    job.do("open", root=str(root), full_every=0, keep_bases=0)
+    for step in (0, 1):
+        answers = job.do("save", step=step, version=step, mesh=mesh)
+        assert [answer["error"] for answer in answers] == [None] * SIZE
+    lose_packs(root, 1, culprit)
+    for how in ("fallback", "latest good"):
+        answers = job.do("restore_good", step=1, mesh=mesh, how=how)
+        assert_restored([answer["tree"] for answer in answers], 0)
+    answers = job.do("restore_good", step=1, mesh=mesh, how="raise")
+    for rank, answer in enumerate(answers):
+        error = answer["error"]
+        assert error["kind"] == "CorruptionError", rank
+        assert "The newest state that restores is step 0" in error["message"], rank
+        assert rank == culprit or f"process {culprit} on " in error["message"]
+    record_property("failures", 3)
+    good_save(job, 2)
+    good_restore(job, 2)
+    assert job.do("keys")[0]["keys"]  # of the restores since
+    job.do("close")
+    shutil.rmtree(root / "1")
+    strategies.check_clean(root, [0, 2])
+
+
+def test_a_base_that_one_process_cannot_restore(job, root, record_property):
+    """All of them restore the one before."""
+    mesh = "fully sharded"
+    job.do("open", root=str(root), full_every=1, refresh_every=1, keep_bases=3)
+    for step in range(4):
+        answers = job.do("save", step=step, version=step, mesh=mesh)
+        assert [answer["error"] for answer in answers] == [None] * SIZE
+    answers = job.do("restore_base", root=str(root), mesh=mesh)
+    newest, *older = sorted(
+        strategies.read_manifest(path).step
+        for path in (root / strategies.STORE / "bases").glob("*/MANIFEST")
+    )[::-1]
+    assert_restored([answer["tree"] for answer in answers], newest)
+    lose_packs(root, newest, OTHER)
+    answers = job.do("restore_base", root=str(root), mesh=mesh)
+    assert_restored([answer["tree"] for answer in answers], older[0])
+    record_property("failures", 1)
+    job.do("close")
+
+
+# --- some of the processes ------------------------------------------------------------
+
+
+def test_some_of_the_processes_save(job, tmp_path):
+    """Others do not wait for them, nor they for others, then or later."""
+    for name in ("a", "b"):
+        told = job.tell(
+            "save_by_some", to=[0, 1], path=str(tmp_path / name / "7"), processes=[0, 1]
+        )
+        assert job.hear(told) == [{"error": None}] * 2
+        path = str(tmp_path / name / "all/7")
+        job.do("save_alone", path=path, version=1, mesh=MESH)
+
+
+def test_one_process_alone_saves_what_others_hold(job, tmp_path):
+    """It says what it lacks."""
+    path = str(tmp_path / "alone")
+    told = job.tell("save_by_some", to=[1], path=path, processes=[1], mesh=MESH)
+    (answer,) = job.hear(told)
+    assert answer["error"]["kind"] == "InvalidInputError"
+    words = r"parts of it lie on none of the processes \[1\] that save"
+    assert re.search(words, answer["error"]["message"])
 
 
 # --- killed ---------------------------------------------------------------------------
