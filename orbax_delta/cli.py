@@ -1,4 +1,4 @@
-"""The command line: `orbax-delta ls|show|verify|repair|prune|forget|demo`.
+"""The command line: `orbax-delta ls|show|verify|repair|prune|forget|moved|demo`.
 
 Tables on a terminal, plain columns in a pipe, one JSON document with `--json`;
 progress on stderr. Starts without jax for everything but `demo`. Does not belong here:
@@ -26,6 +26,7 @@ from orbax_delta import (
     errors,
     forgetting,
     listing,
+    moving,
     prune,
     registry,
     repair,
@@ -71,7 +72,8 @@ def commands() -> None:
     """Look at, verify and tidy delta checkpoints written through Orbax.
 
     ROOT is the folder that was given to CheckpointManager: a path, or a URL such as
-    gs://bucket/run. Nothing but repair, prune, forget and demo changes anything.
+    gs://bucket/run. Nothing but repair, prune, forget, moved and demo changes
+    anything.
     """
 
 
@@ -200,7 +202,10 @@ def prune_(root: str, dry_run: bool, break_pins: bool, as_json: bool) -> int:
 @commands.command()
 @_root
 @click.option(
-    "--store", "where", required=True, help="The shared store that ROOT has used."
+    "--store",
+    "where",
+    required=True,
+    help="The shared store that ROOT has used, or another root that uses it.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_json
@@ -213,7 +218,7 @@ def forget(root: str, where: str, yes: bool, as_json: bool) -> int:
     """
     if as_json and not yes:
         raise InvalidInputError("--json asks no questions; add --yes")
-    store = registry.open_shared(_url(where))
+    store = _open_shared(_url(where))
     found = forgetting.plan(store, root if UUID.fullmatch(root) else _url(root))
     document = documents.of_forget(found)
     if not yes:
@@ -224,6 +229,37 @@ def forget(root: str, where: str, yes: bool, as_json: bool) -> int:
         _print_json(document)
     else:
         views.say(views.console(), *views.forget_lines(document, done=True))
+    return 0
+
+
+def _open_shared(url: str) -> DeltaStore:
+    link = DeltaStore.read_link(Folder(url))
+    return registry.open_shared(url if link is None else link.store)
+
+
+@commands.command()
+@_root
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_json
+def moved(root: str, yes: bool, as_json: bool) -> int:
+    """Tell the shared store of ROOT that ROOT has moved to where it is now.
+
+    Only for a folder that lies nowhere else any more: what is left in the old place
+    counts no more.
+    """
+    if as_json and not yes:
+        raise InvalidInputError("--json asks no questions; add --yes")
+    store = _open_store(_url(root))
+    planned = moving.plan(store)
+    document = documents.of_move(planned)
+    if not yes and planned.before is not None:
+        views.say(views.console(), *views.move_lines(document, done=False))
+        click.confirm("Has it moved?", abort=True)
+    moving.execute(store, planned)
+    if as_json:
+        _print_json(document)
+    else:
+        views.say(views.console(), *views.move_lines(document, done=True))
     return 0
 
 

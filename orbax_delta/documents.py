@@ -15,6 +15,7 @@ from orbax_delta.dtypes import Rule
 from orbax_delta.errors import DeltaError
 from orbax_delta.forgetting import ForgetPlan
 from orbax_delta.listing import Item, Root
+from orbax_delta.moving import Move
 from orbax_delta.parts import Row
 from orbax_delta.prune import PrunePlan
 from orbax_delta.repair import RepairReport
@@ -166,6 +167,16 @@ def of_prune(
         "manifests": list(plan.manifests),
         "pins": list(plan.pins),
         "stale": list(plan.stale),
+    }
+
+
+def of_move(planned: Move) -> Document:
+    """What `moved` changes."""
+    return {
+        "store": planned.store,
+        "uuid": planned.entry.root_uuid,
+        "from": planned.before,
+        "to": planned.entry.root,
     }
 
 

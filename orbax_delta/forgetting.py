@@ -45,6 +45,9 @@ class ForgetPlan:
 def plan(store: DeltaStore, name: str) -> ForgetPlan:
     """Find a root; changes nothing.
 
+    Where a location has had several roots, those that are there no more are meant, and
+    the one that is stays; its identity names it too.
+
     Args:
         store: The shared store.
         name: Location or identity of the root.
@@ -65,7 +68,8 @@ def plan(store: DeltaStore, name: str) -> ForgetPlan:
         )
         for entry in registry.find(store, name)
     ]
-    return ForgetPlan(store=store.url, roots=roots)
+    gone = [root for root in roots if root.steps is None]
+    return ForgetPlan(store=store.url, roots=gone or roots)
 
 
 def _steps(store: DeltaStore, entry: Registered) -> int | None:

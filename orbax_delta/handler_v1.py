@@ -210,9 +210,11 @@ def _names(item: Any) -> list[str]:
         names = [DEFAULT_ITEM if item is None else item]
     else:
         names = list(item) if isinstance(item, Sequence) else []
-    if not names or not all(isinstance(name, str) and name for name in names):
+    good = all(isinstance(name, str) and name for name in names)
+    if not names or not good or len(set(names)) < len(names):
         raise InvalidInputError(
-            f"item is {item!r}; expected the name of a checkpointable, several, or None"
+            f"item is {item!r}; expected the name of a checkpointable, several "
+            "different ones, or None"
         )
     return names
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ MAX_CHUNK_BYTES = 1 << 30
 MAX_PACK_BYTES = 1 << 31
 LOCAL_PACK_BYTES = 16 << 20
 BUCKET_PACK_BYTES = 64 << 20
+
+_FILE_URL = "file:///"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +164,22 @@ def _location(value: object) -> StoreLocation:
     """A location that means the same wherever this process goes."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if isinstance(value, str) and value and "\0" not in value:
+    memory = isinstance(value, str) and value.startswith("memory:")
+    if isinstance(value, str) and value and "\0" not in value and not memory:
+        # One folder has one name, by which roots in it or around it are told.
+        if value.startswith(_FILE_URL):
+            value = urllib.parse.unquote(value.removeprefix(_FILE_URL[:-1]))
         return value if "://" in value else os.path.abspath(value)
     if isinstance(value, Mapping) and type(value.get("driver")) is str:
         with contextlib.suppress(TypeError, ValueError):
             found: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
-            return found
+            if found["driver"] not in ("file", "memory"):
+                return found
+            path = found.get("path")
+            # What lies in memory ends with the process; steps do not.
+            if found["driver"] == "file" and isinstance(path, str) and path:
+                slash = "/" if path.endswith("/") else ""
+                return found | {"path": os.path.abspath(path) + slash}
     raise errors.InvalidInputError(
         f"DeltaOptions.store is {value!r:.200}; expected a path, a URL such as "
         "s3://bucket/store, or TensorStore's JSON of a key-value store, as "

@@ -88,11 +88,24 @@ def _open_shared(root: Folder, wanted: StoreLocation) -> DeltaStore:
     _refuse_orphans(root)
     if found is None:
         _refuse_misplaced(folder, wanted)
-        DeltaStore.create(folder, shared=True)
-        found = DeltaStore.of_folder(root, folder)
+        found = _made(root, folder)
     if found is None:
         raise StorageError(f"{folder.url}{STORE_FILE} appeared and vanished")
     return _join(root, found, wanted)
+
+
+def _made(root: Folder, folder: Folder) -> DeltaStore | None:
+    """A new shared store, or that of another job which was quicker."""
+    if not folder.child("packs").names() and not folder.child("roots").names():
+        DeltaStore.create(folder, shared=True)
+    elif folder.read(STORE_FILE) is None:
+        # A new identity would make the steps of all its roots unreadable.
+        raise CorruptionError(
+            f"{folder.url} holds packs or a registry but no {STORE_FILE}; nothing was "
+            "written. `orbax-delta repair` of a root that uses it writes it anew, or "
+            "restore it from a copy"
+        )
+    return DeltaStore.of_folder(root, folder)
 
 
 def _linked(
@@ -148,13 +161,12 @@ def register(store: DeltaStore) -> None:
     known = entry_of(store)
     if known is None:
         store.roots.replace(store.root_uuid, entry)
-    elif not _is_same_place(known.root, here):
+    elif not is_same_place(known.root, here):
         raise InvalidInputError(
             f"{here} is root {store.root_uuid} of the shared store {store.url}, which "
             f"is registered as {known.root}; nothing was written. If this is a copy of "
             "it, save to a new root: what the two have in common is stored once. If "
-            f"it has moved, `orbax-delta forget {known.root} --store {store.url}`, and "
-            "the next save registers it here"
+            f"it has moved, `orbax-delta moved {here}` tells the store so"
         )
 
 
@@ -175,13 +187,49 @@ def entry_of(store: DeltaStore) -> Registered | None:
         return None
 
 
+def renew(store: DeltaStore) -> None:
+    """Rewrite the fixed files, so that age rules on the bucket spare them.
+
+    Raises:
+        NotFoundError: The shared store or the root has been moved; files written in its
+            old place would pass for it.
+    """
+    if store.shared:
+        _require_unmoved(store)
+    store.folder.write(COMMIT_MARKER, b"")
+    document = storefiles.store_document(store.uuid, shared=store.shared)
+    store.folder.write(STORE_FILE, document)
+    if store.link is not None:
+        below = store.root.child(STORE_NAME)
+        below.write(COMMIT_MARKER, b"")
+        below.write(ROOT_FILE, storefiles.root_document(store.link))
+        entry = store.roots.read(store.root_uuid)
+        if entry is not None:
+            store.roots.write(store.root_uuid, entry)
+
+
+def _require_unmoved(store: DeltaStore) -> None:
+    there = DeltaStore.of_folder(store.root, store.folder)
+    if there is None or there.uuid != store.uuid:
+        raise NotFoundError(
+            f"{store.url} is no longer store {store.uuid}: it was deleted or moved"
+        )
+    link = DeltaStore.read_link(store.root)
+    if store.link is not None and (link is None or link.root_uuid != store.root_uuid):
+        raise NotFoundError(
+            f"{store.root.url} is no longer root {store.root_uuid} of {store.url}: it "
+            "was deleted or moved"
+        )
+
+
 def location(root: Folder) -> str:
     """A root as the registry names it."""
     url = root.url.rstrip("/") or "/"
     return url if "://" in url else os.path.abspath(url)
 
 
-def _is_same_place(one: str, other: str) -> bool:
+def is_same_place(one: str, other: str) -> bool:
+    """Whether two locations are one folder, as far as this host can tell."""
     if one == other:
         return True
     with contextlib.suppress(OSError):
@@ -214,10 +262,15 @@ def _refuse_misplaced(folder: Folder, wanted: StoreLocation) -> None:
             f"{folder.url} is named like the own store of a root; choose another name "
             "for a shared one"
         )
-    if not isinstance(wanted, str):
+    if not isinstance(wanted, str) and not folder.is_local:
         return  # what is above it cannot be named
     url = folder.url.rstrip("/")
     for above in range(MAX_MANIFEST_DEPTH + 1):
+        if above and Folder(url).read(STORE_FILE) is not None:
+            raise InvalidInputError(
+                f"{folder.url} lies in the store {url}, where every file has a "
+                "meaning; name a folder outside of it for the shared store"
+            )
         own = Folder(url).child(STORE_NAME)
         if own.read(STORE_FILE) is not None or own.read(ROOT_FILE) is not None:
             where = "lies in" if above else "is"
@@ -265,7 +318,7 @@ def lost_link(root: Folder, manifests: Iterable[Manifest]) -> Link | None:
             folder = Folder(link.store)
             store = DeltaStore.of_folder(root, folder, link=link)
             known = entry_of(store) if store and store.shared else None
-            here = known is not None and _is_same_place(known.root, location(root))
+            here = known is not None and is_same_place(known.root, location(root))
             if store is not None and store.uuid == link.store_uuid and here:
                 agreed.append(link)
     # The store may have had two names; either will do.
@@ -316,7 +369,8 @@ def reach(store: DeltaStore, entry: Registered) -> Folder:
         FormatError: The same.
     """
     folder = Folder(entry.root)
-    forget = f"`orbax-delta forget {entry.root} --store {store.url.rstrip('/')}`"
+    # Another root may lie there by now, which must not be forgotten along with it.
+    forget = f"`orbax-delta forget {entry.root_uuid} --store {store.url.rstrip('/')}`"
     try:
         link = DeltaStore.read_link(folder)
     except (CorruptionError, FormatError, StorageError) as error:
@@ -331,13 +385,17 @@ def reach(store: DeltaStore, entry: Registered) -> Folder:
     raise NotFoundError(
         f"the shared store {store.url} serves root {entry.root_uuid} in {entry.root}, "
         f"but {entry.root} {what}: it was deleted or moved, or it is another folder on "
-        "this host. No prune deletes anything until it can be reached; if it is gone "
+        "this host. No prune deletes anything until it can be reached. If it has "
+        "moved, `orbax-delta moved` of its new place tells the store so; if it is gone "
         f"for good, {forget} removes it from the registry"
     )
 
 
 def others(store: DeltaStore) -> Sequence[Folder]:
     """The roots of a shared store but for the one that it was opened for.
+
+    That one must be there as well: a job goes on when the folder has been moved, or
+    its disk is gone, and what is there then holds nothing.
 
     Raises:
         NotFoundError: One of them cannot be reached.
@@ -347,6 +405,8 @@ def others(store: DeltaStore) -> Sequence[Folder]:
     """
     if not store.shared:
         return ()
+    if store.link is not None:
+        reach(store, Registered(root=location(store.root), root_uuid=store.root_uuid))
     return [
         reach(store, entry)
         for entry in entries(store)

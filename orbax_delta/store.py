@@ -25,7 +25,6 @@ from orbax_delta.storefiles import (
     Link,
     parse_root,
     parse_store,
-    root_document,
     store_document,
 )
 
@@ -475,13 +474,3 @@ class DeltaStore:
             f"{folder.url} holds packs but no {STORE_FILE}; nothing was written. "
             f"`orbax-delta repair {root.url}` writes it anew, or restore it from a copy"
         )
-
-    def refresh_markers(self) -> None:
-        """Rewrite the fixed files, so that age rules on the bucket spare them."""
-        self.folder.write(COMMIT_MARKER, b"")
-        document = store_document(self.uuid, shared=self.shared)
-        self.folder.write(STORE_FILE, document)
-        if self.link is not None:
-            below = self.root.child(STORE_NAME)
-            below.write(COMMIT_MARKER, b"")
-            below.write(ROOT_FILE, root_document(self.link))

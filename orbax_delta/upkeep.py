@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator, Set
 
-from orbax_delta import bases, owners, prune, steps
+from orbax_delta import bases, owners, prune, registry, steps
 from orbax_delta.base import Base
 from orbax_delta.bases import BasePlan, Kept
 from orbax_delta.errors import (
@@ -184,7 +184,7 @@ def tidy(
             state.seen = found
         else:
             look_elsewhere(store, state)
-        store.refresh_markers()
+        registry.renew(store)
     except DeltaError as error:
         # Whatever became of the save: what could not be tidied is garbage, not harm.
         _logger.warning("while tidying up: %s", error)

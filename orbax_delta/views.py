@@ -392,6 +392,17 @@ def forget_lines(forget: Document, *, done: bool) -> list[str]:
     return lines
 
 
+def move_lines(move: Document, *, done: bool) -> list[str]:
+    """What a root's move means, before it is registered and after."""
+    here = f"{move['to']} ({move['uuid']})"
+    if done:
+        return [f"{here} is registered with {move['store']}."]
+    return [
+        f"{here} is registered as {move['from']}, where it cannot be found from here. "
+        "From now on only steps in the new place count."
+    ]
+
+
 def _packs(packs: int, size_bytes: int | None) -> str:
     size = "" if size_bytes is None else f" ({human_bytes(size_bytes)})"
     return f"{_count(packs, 'pack')}{size}"

@@ -1,6 +1,7 @@
 """Runs in a bucket over real HTTP: the contract, every flow, TensorStore's own ways."""
 
 import json
+import shutil
 
 import buckets
 import jax
@@ -13,6 +14,7 @@ from bucket_runs import Run
 from etils import epath
 from strategies import LITTLE_OPTIONS, STORE, assert_same_tree, little_state
 
+import orbax_delta
 from orbax_delta import check, cli, prune, repair, testing
 from orbax_delta.errors import CorruptionError, NotFoundError, StorageError
 from orbax_delta.store import COMMIT_MARKER, DeltaStore, Folder
@@ -28,10 +30,17 @@ def url(s3):
     return buckets.new_url()
 
 
-@pytest.fixture(params=["bucket"])
-def run(s3, request):
+@pytest.fixture(params=["bucket", "shared", "disk", "disk and spec"])
+def run(s3, request, tmp_path):
     """A run of each kind: where its root lies, and its store if that is elsewhere."""
-    return {"bucket": Run(buckets.new_url())}[request.param]
+    url, store = buckets.new_url(), buckets.new_url()
+    root = str(tmp_path / "run")
+    return {
+        "bucket": Run(url),
+        "shared": Run(url, {"store": store}),
+        "disk": Run(root, {"store": store}),
+        "disk and spec": Run(root, {"store": buckets.spec(s3, store)}),
+    }[request.param]
 
 
 # --- folders ------------------------------------------------------------------------
@@ -230,12 +239,13 @@ def test_pruning_in_a_bucket(run, command):
     saver.close()
     for step in range(4):
         run.remove(step)
-    before = Folder(run.url).names()
+    store = DeltaStore.open(Folder(run.url)).folder
+    before = store.names()
     code, planned = command("prune", run.url, "--dry-run")
-    assert (code, Folder(run.url).names()) == (0, before)
+    assert (code, store.names()) == (0, before)
     code, done = command("prune", run.url)
     assert code == 0
-    gone = {*before} - {*Folder(run.url).names()}
+    gone = {*before} - {*store.names()}
     assert {name.rpartition("/")[2] for name in gone} == {
         pack["pack"] for pack in planned["dead"]
     }
@@ -332,6 +342,56 @@ def test_a_manager_in_a_bucket(url):
     assert {key.partition("/")[0] for key in keys} == {"6", "7", STORE}
     assert check.verify(url).ok
     assert [*prune.plan(DeltaStore.open(Folder(url))).dead] == []
+
+
+@pytest.mark.parametrize("by_spec", [True, False])
+def test_managers_on_disk_whose_packs_are_in_a_bucket(
+    s3, url, by_spec, tmp_path, command, monkeypatch
+):
+    """Two runs on one store: deletion, prunes, the end of one; reading needs no option.
+
+    Orbax needs nothing for it: its own files are on the disk. A spec is all that is
+    needed to find the bucket.
+    """
+    store = buckets.spec(s3, url) if by_spec else url
+    if by_spec:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    roots = [tmp_path / name for name in "ab"]
+    keep = ocp.CheckpointManagerOptions(max_to_keep=2)
+    for root in roots:
+        with strategies.open_run(
+            root, manager_options=keep, store=store, **LITTLE_OPTIONS
+        ) as run:
+            for step in range(4):
+                run.save(step, little_state(step))
+    assert run.handler.last_save_report.chunks_by_form["reference"] > 0
+    # A new job is told nothing of the store.
+    for root in roots:
+        with strategies.open_run(root, manager_options=keep, **LITTLE_OPTIONS) as again:
+            for step in (2, 3):
+                assert_same_tree(again.restore(step), little_state(step))
+            again.save(4, little_state(4))
+            report = again.handler.last_save_report
+            assert report.chunks_by_form["reference"] > 0
+        assert {path.name for path in (root / STORE).iterdir()} == {
+            "ROOT.json",
+            COMMIT_MARKER,
+        }
+    shutil.rmtree(roots[0])
+    code, answer = command("prune", str(roots[1]))
+    assert code == 10
+    gone = answer["error"]["message"].partition("serves root ")[2][:32]
+    # Of a spec a command knows by a root alone.
+    where = str(roots[1]) if by_spec else url
+    assert command("forget", gone, "--store", where, "--yes")[0] == 0
+    assert command("prune", where)[0] == 0
+    assert command("prune", where)[1]["deleted"] == []
+    code, verified = command("verify", str(roots[1]))
+    assert (code, verified["problems"]) == (0, [])
+    handler = orbax_delta.DeltaCheckpointHandler()
+    for step in (3, 4):
+        got = handler.restore(epath.Path(roots[1] / str(step) / "default"))
+        assert_same_tree(got, little_state(step))
 
 
 @pytest.mark.skipif(not HAVE_S3FS, reason=buckets.NEEDS_S3FS)

@@ -428,7 +428,7 @@ def test_what_is_handleable():
 # --- wrong input --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("item", ["", (), ("a", ""), 3, ("a", None)])
+@pytest.mark.parametrize("item", ["", (), ("a", ""), 3, ("a", None), ("a", "a")])
 def test_names_that_are_none(item):
     """The message says what was given."""
     with pytest.raises(

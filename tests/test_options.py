@@ -151,7 +151,12 @@ def test_a_chunk_that_is_only_renewed_has_not_changed(root):
         ("/runs/store", "/runs/store"),
         ("/runs/./a/../store/", "/runs/store"),
         (pathlib.Path("/runs/store"), "/runs/store"),
+        ("file:///runs/my%20store", "/runs/my store"),
         ("s3://bucket/store", "s3://bucket/store"),
+        (
+            {"driver": "file", "path": "/runs/../a/", "x": 1},
+            {"driver": "file", "path": "/a/", "x": 1},
+        ),
         ({"driver": "s3", "bucket": "b"}, {"driver": "s3", "bucket": "b"}),
         (
             types.MappingProxyType({"driver": "s3", "path": "a/"}),
@@ -178,7 +183,10 @@ def test_what_can_be_a_store(given, taken):
 def test_a_relative_store_is_taken_from_the_working_directory(tmp_path, monkeypatch):
     """Of the process that makes the options, when it makes them."""
     monkeypatch.chdir(tmp_path)
-    assert DeltaOptions(store="store").store == str(tmp_path / "store")
+    here = str(tmp_path / "store")
+    assert DeltaOptions(store="store").store == here
+    spec = {"driver": "file", "path": "store"}
+    assert DeltaOptions(store=spec).store == spec | {"path": here}
 
 
 @pytest.mark.parametrize(
@@ -186,6 +194,8 @@ def test_a_relative_store_is_taken_from_the_working_directory(tmp_path, monkeypa
     [
         *("", "a\0b", 3, b"/store", [], {}, {"bucket": "b"}, {"driver": 3}),
         *({"driver": "s3", "x": object()}, {"driver": "s3", "x": float("nan")}),
+        *({"driver": "file"}, {"driver": "file", "path": 3}),
+        *({"driver": "memory"}, "memory://store"),
     ],
 )
 def test_what_cannot_be_a_store(value):

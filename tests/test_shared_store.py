@@ -179,6 +179,7 @@ def test_fixed_files_are_renewed(tmp_path, shared):
         tmp_path / "store" / "commit_success.txt",
         tmp_path / "a" / STORE / "ROOT.json",
         tmp_path / "a" / STORE / "commit_success.txt",
+        tmp_path / "store" / "roots" / uuid_of(tmp_path / "a"),
     ]
     before = [(path.read_bytes(), path.stat().st_ino) for path in files]
     save(tmp_path / "a", [1], **shared)
@@ -319,9 +320,10 @@ def test_a_root_out_of_reach_stops_every_prune(tmp_path, shared, harm, error, ca
         save(tmp_path / name, range(3), **shared)
     shutil.rmtree(tmp_path / "b" / "0")
     shutil.rmtree(tmp_path / "b" / "1")
+    (entry,) = registry.find(registry.open_shared(str(store)), f"{tmp_path}/a")
     harm(tmp_path / "a")
     before = listing(tmp_path)
-    said = f"forget {tmp_path}/a --store {store}"
+    said = f"forget {entry.root_uuid} --store {store}"
     for opened in (open_store(tmp_path / "b"), registry.open_shared(str(store))):
         with pytest.raises(error, match=said):
             prune.plan(opened)
@@ -511,6 +513,23 @@ def inside_another_root(tmp_path):
     return tmp_path / "a", where, "lies in .*/b, to which a manager saves"
 
 
+def inside_another_root_by_a_spec(tmp_path):
+    """A folder of one, however it is named."""
+    root, where, message = inside_another_root(tmp_path)
+    return root, {"driver": "file", "path": str(where)}, message
+
+
+def inside_its_root_by_a_url(tmp_path):
+    """It would be one of the root's folders."""
+    return tmp_path / "a", f"file://{tmp_path}/a/store", "must lie apart"
+
+
+def inside_another_store(tmp_path):
+    """Its registry would have an entry that is none."""
+    save(tmp_path / "b", [0], **SMALL, store=str(tmp_path / "store"))
+    return tmp_path / "a", tmp_path / "store" / "roots" / "x", "lies in the store"
+
+
 def a_root_with_its_own_store(tmp_path):
     """Its steps need that."""
     save(tmp_path / "a", [0], **SMALL)
@@ -574,6 +593,9 @@ WRONG = [
     inside_its_root_by_a_link,
     another_root,
     inside_another_root,
+    inside_another_root_by_a_spec,
+    inside_its_root_by_a_url,
+    inside_another_store,
     a_root_with_its_own_store,
     a_root_that_lost_its_store_file,
     a_root_with_another_store,
@@ -592,7 +614,7 @@ def test_what_cannot_be_a_store(tmp_path, make):
     item = root / f"1{TEMPORARY_SUFFIX}" / f"default{TEMPORARY_SUFFIX}"
     item.mkdir(parents=True)
     before = listing(tmp_path)
-    options = orbax_delta.DeltaOptions(**SMALL, store=where and str(where))
+    options = orbax_delta.DeltaOptions(**SMALL, store=where)
     handler = orbax_delta.DeltaCheckpointHandler(options)
     with pytest.raises(InvalidInputError, match=message):
         handler.save(item, orbax_delta.DeltaSave(state("a", 1)))
@@ -661,21 +683,106 @@ def test_a_lost_link_that_nobody_can_vouch_for(tmp_path, shared, capsys):
     assert listing(tmp_path) == before
 
 
-def test_a_moved_root(tmp_path, shared):
-    """It reads at once, and saves once its old place is forgotten."""
-    save(tmp_path / "a", [0], **shared)
+def test_a_moved_root(tmp_path, shared, monkeypatch, capsys):
+    """It reads at once, and saves once the store is told; nothing of it is lost."""
+    for name in "ab":
+        save(tmp_path / name, [0], **shared)
     uuid = uuid_of(tmp_path / "a")
     (tmp_path / "runs").mkdir()
     moved = tmp_path / "runs" / "a"
     (tmp_path / "a").rename(moved)
     check_steps(moved, [0])
-    with pytest.raises(InvalidInputError, match=f"registered as {tmp_path}/a"):
+    said = f"registered as {tmp_path}/a.*`orbax-delta moved {moved}`"
+    with pytest.raises(InvalidInputError, match=said):
         registry.open_store(Folder(str(moved)), None)
-    assert forget(tmp_path / "a", "--store", shared["store"], "--yes") == 0
+    before = listing(tmp_path)
+    monkeypatch.setattr("click.termui.visible_prompt_func", lambda _: "n")
+    assert cli.main(["moved", str(moved)]) == 130
+    assert f"is registered as {tmp_path}/a" in capsys.readouterr().out
+    assert cli.main(["moved", str(moved), "--json"]) == 2
+    assert listing(tmp_path) == before
+    capsys.readouterr()
+    code, found = run_json(capsys, "moved", moved, "--yes")
+    assert (code, found["from"]) == (0, f"{tmp_path}/a")
+    assert (found["to"], found["uuid"]) == (str(moved), uuid)
+    prune_now(tmp_path / "b")
+    check_steps(moved, [0])
     save(moved, [1], **shared)
     check_steps(moved, [0, 1])
     assert uuid_of(moved) == uuid
-    prune_now(moved)
+    code, found = run_json(capsys, "moved", moved, "--yes")
+    assert (code, found["from"]) == (0, None)
+
+
+def test_what_has_not_moved(tmp_path, shared, capsys):
+    """A copy does not take the entry over; a store of its own moves along."""
+    save(tmp_path / "a", [0], **shared)
+    save(tmp_path / "own", [0], **SMALL)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    before = listing(tmp_path)
+    for name, message in {"b": "is a copy of", "own": "not use a shared store"}.items():
+        assert cli.main(["moved", str(tmp_path / name), "--yes"]) == 2
+        assert message in capsys.readouterr().err
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("instead", ["nothing", "empty folder", "another run"])
+@pytest.mark.parametrize("auto_prune", [True, False])
+def test_a_root_that_is_moved_under_a_job(tmp_path, shared, auto_prune, instead):
+    """Or whose disk is gone: the end of the job deletes and writes nothing.
+
+    What is in its place does not become it either.
+    """
+    root, away = tmp_path / "a", tmp_path / "away"
+    options = shared | {"keep_bases": 0, "auto_prune": auto_prune}
+    with open_run(root, **options) as run:
+        for step in range(3):
+            run.save(step, state("a", step))
+        root.rename(away)
+        if instead == "empty folder":
+            root.mkdir()
+        if instead == "another run":
+            save(root, range(2), **options)
+        before = listing(root), listing(away), packs_of(tmp_path / "store")
+    assert (listing(root), listing(away), packs_of(tmp_path / "store")) == before
+    save(tmp_path / "b", [0], **shared)
+    with pytest.raises(NotFoundError, match="serves root"):
+        prune_now(tmp_path / "b")
+    if instead == "another run":
+        check_steps(root, range(2))
+        shutil.rmtree(root)
+    elif instead == "empty folder":
+        root.rmdir()
+    away.rename(root)
+    check_steps(root, range(3))
+
+
+def test_a_store_that_is_moved_under_a_job(tmp_path, shared):
+    """The end of the job leaves nothing in its place that passes for it."""
+    with open_run(tmp_path / "a", **shared) as run:
+        run.save(0, state("a", 0))
+        (tmp_path / "store").rename(tmp_path / "away")
+    assert not (tmp_path / "store" / "STORE.json").exists()
+    save(tmp_path / "a", [1], **SMALL, store=str(tmp_path / "away"))
+    check_steps(tmp_path / "a", range(2))
+
+
+def test_forgetting_the_root_that_was_here_before(tmp_path, shared, capsys):
+    """The one that is here now stays, by location as by the identity that is named."""
+    save(tmp_path / "a", [0], **shared)
+    gone = uuid_of(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
+    for name in "ab":
+        save(tmp_path / name, range(2), **shared)
+    with pytest.raises(NotFoundError, match=f"`orbax-delta forget {gone} --store"):
+        prune_now(tmp_path / "b")
+    assert forget(tmp_path / "a", "--store", shared["store"], "--yes") == 0
+    assert gone in capsys.readouterr().out
+    roots = {path.name for path in (tmp_path / "store" / "roots").iterdir()}
+    assert roots == {uuid_of(tmp_path / name) for name in "ab"}
+    prune_now(tmp_path / "b")
+    for name in "ab":
+        check_steps(tmp_path / name, range(2))
 
 
 def test_two_stores_for_one_root_at_once(tmp_path, monkeypatch):
@@ -888,6 +995,9 @@ def test_a_shared_store_that_lost_its_identity(tmp_path, shared, capsys):
         with pytest.raises((NotFoundError, FormatError), match=r"STORE\.json"):
             registry.open_store(Folder(str(tmp_path / "a")), None)
         assert cli.main(["prune", str(tmp_path / "a")]) > 1
+        assert listing(tmp_path) == before
+        with pytest.raises((CorruptionError, FormatError), match=r"STORE\.json"):
+            registry.open_store(Folder(str(tmp_path / "b")), shared["store"])
         assert listing(tmp_path) == before
         problem = check.verify(str(tmp_path / "a")).problems[0]
         assert problem.file == str(path)

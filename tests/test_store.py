@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from orbax_delta import errors, testing
+from orbax_delta import errors, registry, testing
 from orbax_delta.errors import (
     CorruptionError,
     FormatError,
@@ -297,7 +297,7 @@ def test_markers_are_renewed(folder):
     store = DeltaStore.open_or_create(folder)
     folder.child(STORE_NAME).delete(COMMIT_MARKER)
     folder.child(STORE_NAME).delete(STORE_FILE)
-    store.refresh_markers()
+    registry.renew(store)
     assert folder.child(STORE_NAME).read(COMMIT_MARKER) == b""
     assert DeltaStore.open(folder).uuid == store.uuid
 
@@ -309,7 +309,7 @@ def test_markers_are_renewed(folder):
         (b"\xff", FormatError, "is not JSON"),
         (b"3", FormatError, "is not the file of a delta store"),
         ({"magic": "other"}, FormatError, "is not the file of a delta store"),
-        ({"format_version": 1}, UnsupportedVersionError, "format version 1.*Upgrade"),
+        ({"format_version": 2}, UnsupportedVersionError, "format version 2.*Upgrade"),
         ({"format_version": None}, FormatError, "None, which is no whole number"),
         ({"uuid": ""}, CorruptionError, "is damaged .its digest is"),
         ({"digest": None}, CorruptionError, "is damaged .its digest is"),
