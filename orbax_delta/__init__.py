@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from orbax_delta.errors import ConflictError as ConflictError
 from orbax_delta.errors import CorruptionError as CorruptionError
 from orbax_delta.errors import DeltaError as DeltaError
+from orbax_delta.errors import DisagreementError as DisagreementError
 from orbax_delta.errors import FormatError as FormatError
 from orbax_delta.errors import InvalidInputError as InvalidInputError
 from orbax_delta.errors import NotFoundError as NotFoundError
 from orbax_delta.errors import OutOfMemoryError as OutOfMemoryError
+from orbax_delta.errors import PeerError as PeerError
 from orbax_delta.errors import StorageError as StorageError
 from orbax_delta.errors import StructureError as StructureError
 from orbax_delta.errors import UnsupportedVersionError as UnsupportedVersionError

@@ -20,7 +20,13 @@ from orbax_delta.errors import (
     FormatError,
 )
 from orbax_delta.findings import Findings, Problem, step_names
-from orbax_delta.inspection import Fault, PackState, inspect_pack, store_faults
+from orbax_delta.inspection import (
+    Fault,
+    PackState,
+    identity_file,
+    inspect_pack,
+    store_faults,
+)
 from orbax_delta.listing import Item, Progress, Root, is_base, no_progress
 from orbax_delta.manifests import MANIFEST_NAME
 from orbax_delta.marks import read_marks, warned_of
@@ -28,7 +34,6 @@ from orbax_delta.options import DeltaOptions
 from orbax_delta.reader import Request
 from orbax_delta.steps import Step
 from orbax_delta.store import Folder
-from orbax_delta.storefiles import STORE_FILE
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -244,7 +249,8 @@ class Examination:
         try:
             return steps.packs_of(item.manifest, item.place)
         except DeltaError as error:
-            file = self.file(self.root.store.url + STORE_FILE)
+            linked = bool(item.manifest.root_uuid)
+            file = self.file(identity_file(self.root.store, linked=linked))
             self._add_to_item(item, error, file)
         return None
 

@@ -171,7 +171,7 @@ def repair_(root: str, dry_run: bool, as_json: bool) -> int:
 @click.option(
     "--break-pins",
     is_flag=True,
-    help="Also disregard saves that other hosts have under way.",
+    help="Take pins of other hosts for left behind. A save under way there fails.",
 )
 @_json
 def prune_(root: str, dry_run: bool, break_pins: bool, as_json: bool) -> int:

@@ -166,6 +166,7 @@ def of_prune(
         "live_bytes": _total(plan.live, sizes),
         "manifests": list(plan.manifests),
         "pins": list(plan.pins),
+        "hosts": list(plan.hosts),
         "stale": list(plan.stale),
     }
 

@@ -147,9 +147,6 @@ class Rule(enum.IntEnum):
     F32_TO_F16 = 2
 
 
-RULE_NUMBERS = frozenset(map(int, Rule))
-"""Numbers that stand for a rule (Python 3.11 cannot ask the enum)."""
-
 _CASTS = {"bfloat16": Rule.F32_TO_BF16, "float16": Rule.F32_TO_F16}
 CAST_SOURCE = "float32"
 CAST_TARGETS = tuple(_CASTS)

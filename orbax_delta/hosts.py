@@ -3,7 +3,7 @@
 An attempt that the primary names, a vote by each process, and one verdict. A restore
 has them too: all processes get the same state, or the same error. All of it
 goes over the key-value store of JAX's coordination service. No collectives: those hang
-when one process is missing, and no thread may call them. The only module that knows of
+when one process is missing, and no thread may call them. The only module that talks to
 other processes; it knows nothing of what they save.
 
 The verdict is written once, whoever comes first: the primary's `commit` after every
@@ -22,6 +22,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
+
+import xxhash
 
 from orbax_delta.errors import (
     DeltaError,
@@ -80,6 +82,11 @@ class Job:
         """Whether there is no other process to agree with."""
         return len(self.processes) == 1
 
+    @property
+    def group(self) -> str:
+        """A short name of just these processes; others may save the same step."""
+        return xxhash.xxh3_64_hexdigest(repr(tuple(self.processes)).encode())
+
 
 ALONE = Job()
 """A process that saves and restores for itself."""
@@ -94,10 +101,10 @@ class Round:
         job: The processes.
     """
 
-    # How often each save was begun; alike on all processes that take part in it.
+    # How often each was begun by a group; alike on all of its processes.
     _begun: ClassVar[collections.Counter[str]] = collections.Counter()
-    # Keys of saves that have ended, by who took part; they go with those of the next
-    # round of the same: whoever takes part in that has seen the end of these.
+    # Keys of rounds that have ended, and that go with those of the group's next round:
+    # whoever takes part in that has seen the end of these.
     _left: ClassVar[dict[str, list[str]]] = {}
 
     def __init__(
@@ -110,12 +117,10 @@ class Round:
         self._looked = time.monotonic()
         self._heard: DeltaError | None = None
         self._left_before: list[str] = []
-        # Others of the job, who save by themselves, do not count along.
-        self._who = f"{zlib.crc32(json.dumps(list(job.processes)).encode()):08x}"
-        rounds = f"{deed}/{name}/{self._who}"
+        rounds = f"{deed}/{name}/{job.group}"
         if job.client is not None:
             Round._begun[rounds] += 1
-            self._left_before = Round._left.pop(self._who, [])
+            self._left_before = Round._left.pop(job.group, [])
         self._prefix = f"{_NAMESPACE}/{rounds}/{Round._begun[rounds]}/"
 
     # In the calling thread.
@@ -241,7 +246,7 @@ class Round:
     def leave(self) -> None:
         """Let the keys of this save go with those of the next one, of whatever item."""
         if self.job.client is not None and self.job.primary:
-            left = Round._left.setdefault(self._who, [])
+            left = Round._left.setdefault(self.job.group, [])
             left += [*self._left_before, self._prefix]
 
     # A whole round in the calling thread.

@@ -57,7 +57,10 @@ def store_faults(
     packs = store.packs.names()
     hint = _store_hint(wanted_uuids, shared=store.shared)
     if error is not None:
-        yield Fault(what=f"{error}{hint}", file=_blamed(store))
+        file = identity_file(store)
+        # MANIFESTs alone do not tell what a ROOT.json must hold.
+        own = file == store.url + STORE_FILE
+        yield Fault(what=f"{error}{hint if own else ''}", file=file)
     elif packs and not store.uuid:
         what = f"it is missing, beside {len(packs)} packs{hint}"
         yield Fault(what=what, file=store.url + STORE_FILE)
@@ -74,11 +77,16 @@ def store_faults(
             yield Fault(what=what, file=store.packs.url + pack)
 
 
-def _blamed(store: DeltaStore) -> str:
-    """The file that does not tell the identity of a store."""
+def identity_file(store: DeltaStore, *, linked: bool = False) -> str:
+    """The file that does not tell the identity of a store.
+
+    Args:
+        store: The store of a root.
+        linked: The root has steps that need a shared one, so it had a ROOT.json.
+    """
     below = store.root.child(STORE_NAME)
     unlinked = store.link is None and below.read(STORE_FILE) is None
-    if unlinked and below.read(ROOT_FILE) is not None:
+    if unlinked and (linked or below.read(ROOT_FILE) is not None):
         return below.url + ROOT_FILE
     return store.url + STORE_FILE
 

@@ -28,6 +28,11 @@ class Owner:
     start: str
 
     @property
+    def host_name(self) -> str:
+        """The host as people call it."""
+        return self.host.partition(" ")[0]
+
+    @property
     def known_dead(self) -> bool:
         """True only when the process ran on this host and runs no more."""
         if self.host != _host():

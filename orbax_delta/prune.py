@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from orbax_delta import bases, owners, records, registry
 from orbax_delta.errors import (
@@ -41,6 +41,7 @@ class PrunePlan:
         manifests: MANIFESTs found, those of kept bases too, relative to the root;
             those of other roots of a shared store in full.
         pins: Pins of processes that run, or ran elsewhere.
+        hosts: The other hosts that some of these pins are of, by name.
         stale: Pins and condemned marks of processes known to be dead, and bases
             half copied by them, as `pins/<name>`, `condemned/<name>`, `bases/<name>`.
         elsewhere: Packs that steps of other roots of a shared store name.
@@ -50,6 +51,7 @@ class PrunePlan:
     live: Sequence[str]
     manifests: Sequence[str]
     pins: Sequence[str]
+    hosts: Sequence[str]
     stale: Sequence[str]
     elsewhere: frozenset[str] = frozenset()
 
@@ -131,6 +133,7 @@ def plan(
         live=sorted(set(everything) - set(dead)),
         manifests=sorted(manifests),
         pins=sorted(alive),
+        hosts=_other_hosts(alive.values()),
         stale=[
             *(f"pins/{name}" for name in stale_pins),
             *(f"condemned/{name}" for name in _stale(condemned, break_pins)),
@@ -153,6 +156,11 @@ def _stale(marks: Mapping[str, Mark], break_all: bool) -> list[str]:
             or (break_all and mark.owner.host != this.host)
         )
     )
+
+
+def _other_hosts(marks: Iterable[Mark]) -> list[str]:
+    here = owners.this_process().host
+    return sorted({m.owner.host_name for m in marks if m.owner.host != here})
 
 
 def _void(marks: Mapping[str, Mark], packs: Collection[str]) -> list[str]:

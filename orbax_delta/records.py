@@ -30,7 +30,6 @@ _INDEX_ENTRY = struct.Struct("<II")
 _PACK_TAIL = struct.Struct("<II16s8s")
 
 RECORD_OVERHEAD_BYTES = _RECORD_HEAD.size + _CHECKSUM.size
-PACK_HEAD_BYTES = _PACK_HEAD.size
 
 DIGEST_BYTES = 16
 

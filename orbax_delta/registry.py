@@ -183,7 +183,7 @@ def entry_of(store: DeltaStore) -> Registered | None:
     except UnsupportedVersionError:
         raise
     except (CorruptionError, FormatError) as error:
-        _logger.warning("%s; the next save or repair writes it anew", error)
+        _logger.warning("%s", error)
         return None
 
 

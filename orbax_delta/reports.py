@@ -69,11 +69,6 @@ class SaveReport:
         return self.full_bytes / max(self.written_bytes, 1)
 
     @property
-    def derived_hits(self) -> int:
-        """Chunks stored as a cast or copy of another, at no bytes."""
-        return self.chunks_by_form.get("derived", 0)
-
-    @property
     def gigabytes_per_second(self) -> float:
         """Raw bytes over total time, in 1e9 B/s."""
         return self.full_bytes / max(self.total_seconds, 1e-9) / 1e9

@@ -67,6 +67,9 @@ class Sessions:
         Raises:
             StorageError: The storage refused something; nothing of this save counts.
             ConflictError: A prune took this save for dead; nothing of it counts.
+            PeerError: Another process did not answer; nothing of this save counts.
+            DisagreementError: The processes do not save the same; nothing of it counts.
+            DeltaError: What another process failed with, of the class it had there.
         """
         if request.place.root_url is None:
             state = ItemState()

@@ -24,7 +24,7 @@ from orbax_delta.parts import Row
 from orbax_delta.places import MAX_MANIFEST_DEPTH, SELF_CONTAINED_PACKS, Place
 from orbax_delta.reports import SaveReport
 from orbax_delta.store import STORE_NAME, DeltaStore, Folder
-from orbax_delta.storefiles import STORE_FILE
+from orbax_delta.storefiles import ROOT_FILE, STORE_FILE
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -155,13 +155,14 @@ def store_of(manifest: Manifest, place: Place) -> DeltaStore | None:
             return store
         if store is not None:
             others.append(f"{store.url} is store {store.uuid}")
+    lost = ROOT_FILE if manifest.root_uuid else STORE_FILE
     raise NotFoundError(
         f"{place.folder.url} needs store {manifest.store_uuid}, which is not above it"
         + (f" ({'; '.join(others)})" if others else "")
         + ". The step was moved or copied without its store; when it was saved the "
         f"store was {manifest.store_url}. Put the step back under the folder that "
         f"holds that {STORE_NAME}, or copy that {STORE_NAME} beside the step. If it is "
-        f"there and has lost its {STORE_FILE}, `orbax-delta repair` writes it anew"
+        f"there and has lost its {lost}, `orbax-delta repair` writes it anew"
     )
 
 

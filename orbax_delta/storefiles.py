@@ -26,7 +26,14 @@ _STORE_REMEDY = (
     "`orbax-delta repair` of this root writes it anew, if the steps agree on what it "
     "must hold; otherwise restore it from a copy"
 )
-_ROOT_REMEDY = "restore it from a copy"
+_ROOT_REMEDY = (
+    "`orbax-delta repair` of this root writes it anew, if its steps and the store's "
+    "registry agree on what it must hold; otherwise restore it from a copy"
+)
+_ENTRY_REMEDY = (
+    "the next save to that root, or `orbax-delta repair` of it, writes it anew; if it "
+    "is gone for good, `orbax-delta forget` takes this name too"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +152,12 @@ def parse_entry(data: bytes, where: str) -> Registered:
         CorruptionError: Its digest does not match.
     """
     what = "the entry of a root"
-    document = _opened(data, where, _ROOT_MAGIC, what, _ROOT_REMEDY)
+    document = _opened(data, where, _ROOT_MAGIC, what, _ENTRY_REMEDY)
     root, uuid = document.get("root"), document.get("root_uuid")
     if not _is_uuid(uuid) or not _is_location(root):
-        raise FormatError(f"{where} does not say which root it is; {_ROOT_REMEDY}")
+        raise FormatError(f"{where} does not say which root it is; {_ENTRY_REMEDY}")
     if uuid != where.rpartition("/")[2]:
-        raise FormatError(f"{where} is the entry of root {uuid}; {_ROOT_REMEDY}")
+        raise FormatError(f"{where} is the entry of root {uuid}; {_ENTRY_REMEDY}")
     return Registered(root=root, root_uuid=uuid)
 
 

@@ -355,14 +355,18 @@ def prune_lines(prune: Document) -> list[str]:
     lines = [
         f"Alive: {_packs(prune['live'], prune['live_bytes'])}, named by "
         f"{_count(len(prune['manifests']), 'MANIFEST')} and "
-        f"{_count(len(prune['pins']), 'pin')} of running jobs.",
+        f"{_count(len(prune['pins']), 'pin')} of saves.",
         f"Dead: {_packs(len(prune['dead']), prune['dead_bytes'])}, named by none.",
     ]
+    if prune["hosts"]:
+        lines.append(
+            f"Some pins are of other hosts ({_names(prune['hosts'])}), and whether a "
+            "job saves there cannot be seen from here. If none does any more: "
+            "orbax-delta prune --break-pins."
+        )
     if prune["stale"]:
         verb = "would be removed" if dry_run else "removed"
-        lines.append(
-            f"Pins and marks of dead processes, {verb}: {len(prune['stale'])}."
-        )
+        lines.append(f"Pins and marks left behind, {verb}: {len(prune['stale'])}.")
     if dry_run:
         lines.append("Nothing was deleted.")
     else:

@@ -3,7 +3,6 @@
 Nothing of what is judged here, jax, Orbax or this package, takes part in the judgement.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -58,17 +57,3 @@ def _assert_leaf(
             assert digest == job_states.digest(value[part]), f"{where}, {box}"
             seen[part] = True
     assert seen.all(), f"of leaf {name} {np.sum(~seen)} elements are nowhere"
-
-
-def full_bytes(version: int) -> int:
-    """Raw size of all arrays and texts."""
-    return sum(
-        value.nbytes if isinstance(value, np.ndarray) else len(str(value))
-        for value in job_states.content(version).values()
-        if isinstance(value, np.ndarray | str)
-    )
-
-
-def share(part: float, whole: float) -> float:
-    """A part of a whole in percent, rounded for a table."""
-    return round(100 * part / whole, 1) if whole else math.nan

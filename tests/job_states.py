@@ -50,12 +50,21 @@ def digest(array):
 # --- the state on a mesh --------------------------------------------------------------
 
 
-def sharding(mesh_name, leaf, rank):
-    """How a mesh lays out a leaf with `rank` dimensions over the whole job."""
+def sharding(mesh_name, leaf, rank, group=None):
+    """How a mesh lays out a leaf with `rank` dimensions over a group of processes.
+
+    Args:
+        mesh_name: One of `MESHES`.
+        leaf: Name of the leaf.
+        rank: Number of its dimensions.
+        group: Indices of the processes; None: the whole job.
+    """
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    devices = np.array(jax.devices())
+    devices = np.array(
+        [d for d in jax.devices() if group is None or d.process_index in group]
+    )
     if mesh_name == "mixed":
         # Neighbours along x, not along y, belong to one process.
         mesh = Mesh(devices.reshape(2, -1).T, ("x", "y"))
@@ -76,23 +85,23 @@ def sharding(mesh_name, leaf, rank):
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def state(version, mesh_name):
-    """The state as jax arrays over the whole job, and local leaves."""
+def state(version, mesh_name, group=None):
+    """The state as jax arrays over a group of processes, and local leaves."""
     import jax
 
     def place(name, value):
         if name in LOCAL_LEAVES:
             return value
-        layout = sharding(mesh_name, name, value.ndim)
+        layout = sharding(mesh_name, name, value.ndim, group)
         array = jax.make_array_from_callback(
-            value.shape, layout, lambda index: value[index]
+            value.shape, layout, lambda index: value[index], dtype=value.dtype
         )
         return jax.random.wrap_key_data(array) if name == "key" else array
 
     return {name: place(name, value) for name, value in content(version).items()}
 
 
-def target(mesh_name):
+def target(mesh_name, group=None):
     """What to ask of a restore that is to give the state on a mesh."""
     import jax
 
@@ -100,7 +109,7 @@ def target(mesh_name):
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         if isinstance(leaf, jax.Array)
         else leaf
-        for name, leaf in state(0, mesh_name).items()
+        for name, leaf in state(0, mesh_name, group).items()
     }
 
 

@@ -139,6 +139,7 @@ class Member:
     def __init__(self):
         self.manager = None
         self.handler = None
+        self.group = None
         self.released = threading.Event()
         self.handler_seconds = None
         self._broken = contextlib.ExitStack()
@@ -149,12 +150,13 @@ class Member:
         say(note="held")
         self.released.wait()
 
-    def do_open(self, root, appears_within=10, **options):
+    def do_open(self, root, appears_within=10, group=None, **options):
         """Open a manager.
 
         Args:
             root: Its root.
             appears_within: Seconds within which the primary's files must be seen.
+            group: The processes that use it, the primary first; None: all.
             **options: Of `DeltaOptions`.
         """
         import orbax.checkpoint as ocp
@@ -162,11 +164,25 @@ class Member:
         from orbax_delta import agreement
 
         agreement._APPEARS_WITHIN_SECONDS = appears_within
+        self.group, together = group, ocp.options.MultiprocessingOptions()
+        if group is not None:
+            options["processes"] = group
+            together = ocp.options.MultiprocessingOptions(
+                primary_host=group[0],
+                active_processes=set(group),
+                barrier_sync_key_prefix=f"group_of_{group[0]}",
+            )
         registry = orbax_delta().handler_registry(**{**OPTIONS, **options})
         self.handler = registry.get("default", orbax_delta().DeltaSave)
         # Orbax lets nobody know before all processes have come to its barriers.
         self.handler._run = self._told_at_once(self.handler._run)
-        self.manager = ocp.CheckpointManager(Path(root), handler_registry=registry)
+        self.manager = ocp.CheckpointManager(
+            Path(root),
+            handler_registry=registry,
+            options=ocp.CheckpointManagerOptions(
+                create=group is None, multiprocessing_options=together
+            ),
+        )
         return {"steps": sorted(self.manager.all_steps())}
 
     def _told_at_once(self, run):
@@ -190,7 +206,7 @@ class Member:
         """Save and wait; what was written, or the error and when it came."""
         import orbax.checkpoint as ocp
 
-        tree = edited(state(version, mesh), edit)
+        tree = edited(state(version, mesh, self.group), edit)
         self._begun, self.handler_seconds = time.monotonic(), None
         try:
             where = "save"
@@ -216,7 +232,7 @@ class Member:
         """Restore onto a mesh; without one: as it was saved, with no target."""
         import orbax.checkpoint as ocp
 
-        wanted = None if mesh is None else target(mesh)
+        wanted = None if mesh is None else target(mesh, self.group)
         if wanted is not None:
             names = [name for name in wanted if only is None or name in only]
             wanted = {name: wanted[name] for name in names}

@@ -97,7 +97,7 @@ def _read_step(folder: Path) -> dict[tuple[str, ...], Any]:
 
 
 def parse_json(data: bytes) -> Any:
-    """JSON without NaN and without a name twice (1.4)."""
+    """JSON of numbers that a double holds and without a name twice (1.4)."""
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         check(len(dict(pairs)) == len(pairs), "a name stands twice in one object")
@@ -106,7 +106,16 @@ def parse_json(data: bytes) -> Any:
     def constant(name: str) -> None:
         raise DamagedError(f"{name} is not JSON")
 
-    return json.loads(data.decode(), object_pairs_hook=members, parse_constant=constant)
+    def double(text: str) -> float:
+        check(math.isfinite(float(text)), f"{text} is no double")
+        return float(text)
+
+    return json.loads(
+        data.decode(),
+        object_pairs_hook=members,
+        parse_constant=constant,
+        parse_float=double,
+    )
 
 
 def read_manifest(data: bytes) -> dict[str, Any]:

@@ -434,13 +434,18 @@ def test_prune_and_pins_of_other_hosts(run, document, command):
     """Pins of other hosts hold unless they are broken."""
     shutil.rmtree(run / "2")
     dead = packs_on_disk(run) - packs_named(run)
-    elsewhere = owners.Owner(host="elsewhere", pid=1, start="1")
+    elsewhere = owners.Owner(host="elsewhere boot namespace", pid=1, start="1")
     pin = Mark(owner=elsewhere, packs=sorted(dead))
     DeltaStore.open(Folder(str(run))).pins.write("there", pin.encode())
     _, found = document("prune", run)
     assert (found["deleted"], found["pins"]) == ([], ["there"])
+    assert found["hosts"] == ["elsewhere"]
+    _, out, _ = command("prune", run)
+    assert "of other hosts (elsewhere), and" in out
+    assert "orbax-delta prune --break-pins." in out
     _, out, _ = command("prune", run, "--break-pins", "--dry-run")
-    assert "Pins and marks of dead processes, would be removed: 1." in out
+    assert "Pins and marks left behind, would be removed: 1." in out
+    assert "other hosts" not in out
     _, found = document("prune", run, "--break-pins")
     assert {entry["pack"] for entry in found["deleted"]} == dead
     assert found["stale"] == ["pins/there"]

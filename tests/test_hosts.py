@@ -76,12 +76,12 @@ def service():
     return _Service()
 
 
-def rounds(service, count, *, timeout=20.0, number=1):
-    """The same round as each of `count` processes has it."""
+def rounds(service, *processes, timeout=20.0, number=1):
+    """The same round as each of some processes has it."""
     found = []
-    for process in range(count):
+    for process in processes:
         Round._begun = collections.defaultdict(lambda: number - 1)
-        job = Job(process=process, processes=range(count), client=service)
+        job = Job(process=process, processes=processes, client=service)
         found.append(Round(job, "7/default", timeout=timeout))
     return found
 
@@ -110,7 +110,7 @@ def save(agreed, *, fail=None, publish=lambda votes: {"sum": sum(votes)}):
 
 def test_all_get_the_attempt_and_the_verdict_of_the_primary(service):
     """128 bits, what it announced, and what it made of all votes."""
-    results = together(save, *rounds(service, 4))
+    results = together(save, *rounds(service, *range(4)))
     assert results == [results[0]] * 4
     bits, details, outcome = results[0]
     assert len(bits) == 16
@@ -148,7 +148,7 @@ def test_the_error_of_one_is_raised_by_all(service, process, error, expected):
             return save(agreed, fail=fail)
         return error
 
-    results = together(run, *rounds(service, 3))
+    results = together(run, *rounds(service, *range(3)))
     assert results.pop(process) is error
     for raised in results:
         assert type(raised) is expected
@@ -158,7 +158,7 @@ def test_the_error_of_one_is_raised_by_all(service, process, error, expected):
 
 def test_who_waits_too_long_gives_up_for_all(service):
     """One of three does not come; the others agree on an error that names it."""
-    primary, second, _ = rounds(service, 3, timeout=0.3)
+    primary, second, _ = rounds(service, *range(3), timeout=0.3)
     for raised in together(save, primary, second):
         assert isinstance(raised, PeerError)
         assert "process 2 did not answer within 0.3 s" in str(raised)
@@ -168,7 +168,7 @@ def test_who_waits_too_long_gives_up_for_all(service):
 
 def test_who_waits_for_the_verdict_knows_whose_vote_is_missing(service):
     """Not the primary, which waits like everybody."""
-    primary, second, _ = rounds(service, 3, timeout=0.3)
+    primary, second, _ = rounds(service, *range(3), timeout=0.3)
     primary.attempt({})
     with pytest.raises(PeerError, match="process 2 did not answer"):
         save(second)
@@ -176,7 +176,7 @@ def test_who_waits_for_the_verdict_knows_whose_vote_is_missing(service):
 
 def test_a_late_primary_obeys_the_abort_of_the_others(service):
     """It has published, and must know to withdraw that."""
-    primary, second = rounds(service, 2, timeout=0.3)
+    primary, second = rounds(service, *range(2), timeout=0.3)
     gave_up = threading.Event()
 
     def publish(votes):
@@ -199,7 +199,7 @@ def test_a_late_primary_obeys_the_abort_of_the_others(service):
 
 def test_a_commit_wins_against_a_late_abort(service):
     """Whoever gives up after the verdict gets the verdict."""
-    primary, second = rounds(service, 2)
+    primary, second = rounds(service, *range(2))
     together(lambda agreed: agreed.attempt({}), primary, second)
     primary._set("verdict", {"commit": {"sum": 1}})
     second._timeout = 0.0
@@ -210,7 +210,7 @@ def test_a_commit_wins_against_a_late_abort(service):
 def test_those_at_work_see_an_abort(service, monkeypatch):
     """Nobody codes for minutes what is lost already."""
     monkeypatch.setattr(hosts, "_LOOK_EVERY_SECONDS", 0.0)
-    primary, second = rounds(service, 2)
+    primary, second = rounds(service, *range(2))
     second.look()
     with pytest.raises(StorageError), primary.spread_errors():
         raise StorageError("disk full")
@@ -224,11 +224,11 @@ def test_a_problem_of_all_is_raised_by_all(service):
     def declare(agreed):
         agreed.declare(InvalidInputError(f"leaf of {agreed.job.process}"))
 
-    results = together(declare, *rounds(service, 3))
+    results = together(declare, *rounds(service, *range(3)))
     assert [str(error) for error in results] == [f"leaf of {i}" for i in range(3)]
     # Their keys go with those of the next save, when nobody reads them any more.
     assert len(service.values) == 3
-    later = rounds(service, 3, number=2)
+    later = rounds(service, *range(3), number=2)
     together(save, *later)
     assert all(key.startswith(later[0]._prefix) for key in service.values)
     later[0].clear()
@@ -237,7 +237,7 @@ def test_a_problem_of_all_is_raised_by_all(service):
 
 def test_a_problem_of_one_goes_to_the_vote(service):
     """Raised from `save` by one process, it would leave the others in a barrier."""
-    primary, second = rounds(service, 2)
+    primary, second = rounds(service, *range(2))
     problem = InvalidInputError("no such leaf")
     assert together(
         lambda pair: pair[0].declare(pair[1]), (primary, None), (second, problem)
@@ -253,21 +253,45 @@ def test_a_problem_of_one_goes_to_the_vote(service):
 
 def test_attempts_of_a_step_do_not_meet(service):
     """A straggler of the first one votes where nobody counts any more."""
-    first = rounds(service, 2, timeout=0.3)
+    first = rounds(service, *range(2), timeout=0.3)
     with pytest.raises(PeerError, match="process 1 did not answer"):
         save(first[0])
-    again = rounds(service, 2, number=2)
+    again = rounds(service, *range(2), number=2)
     results = together(save, *again)
     assert results[0] == results[1]
     with pytest.raises(PeerError, match=r"process 0 on .*process 1 did not answer"):
         save(first[1])
 
 
+def test_groups_that_save_the_same_step_do_not_meet(service):
+    """Each to a root of its own, at the same time or one after the other."""
+    first, second = rounds(service, 0, 1), rounds(service, 2, 3)
+    results = together(save, *first, *second)
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+    assert [result[2]["sum"] for result in results] == [1, 1, 5, 5]
+    assert results[0] != results[2]
+    # Not all have been in as many rounds before.
+    assert together(save, *rounds(service, *range(4)))[3][2] == {"sum": 6}
+
+
+def test_keys_of_a_group_wait_for_that_group(service):
+    """Those who are in another one may not have seen the end."""
+    for one in rounds(service, *range(3)):
+        one._set(f"state/{one.job.process}", {"fit": False})
+        one.leave()
+    left = set(service.values)
+    together(save, *rounds(service, 0, 1))
+    assert left <= set(service.values)
+    together(save, *rounds(service, *range(3), number=2))
+    assert not left & set(service.values)
+
+
 def test_keys_are_removed_by_the_primary(service):
     """When all have seen the end; those of another round stay."""
-    first, second = rounds(service, 2)
+    first, second = rounds(service, *range(2))
     together(save, first, second)
-    later = rounds(service, 2, number=11)
+    later = rounds(service, *range(2), number=11)
     together(save, *later)
     second.clear()
     assert any(key.startswith(first._prefix) for key in service.values)
@@ -296,7 +320,7 @@ def test_all_restore_or_none(service):
     """What each has got, if all have it."""
     results = together(
         lambda agreed: agreed.unanimous("3", lambda: agreed.job.process),
-        *rounds(service, 3),
+        *rounds(service, 0, 1, 2),
     )
     assert results == [0, 1, 2]
 
@@ -316,7 +340,7 @@ def test_of_several_errors_all_raise_the_same(service, failing):
 
         return agreed.unanimous("3", work)
 
-    results = together(run, *rounds(service, 3))
+    results = together(run, *rounds(service, 0, 1, 2))
     assert len({type(error) for error in results}) == 1
     (whose,) = {error.restorable for error in results}
     assert whose in failing
@@ -324,14 +348,14 @@ def test_of_several_errors_all_raise_the_same(service, failing):
     for error in results:
         assert f"trouble of {whose}" in str(error)
     # Their keys go with the next round.
-    again = rounds(service, 3, number=2)
+    again = rounds(service, 0, 1, 2, number=2)
     together(lambda agreed: agreed.unanimous("3", lambda: None), *again)
     assert all(key.startswith(again[0]._prefix) for key in service.values)
 
 
 def test_who_restores_something_else_is_told(service):
     """And so are the others, at once."""
-    agreed = rounds(service, 3)
+    agreed = rounds(service, 0, 1, 2)
     results = together(
         lambda one: one.unanimous(str(one.job.process // 2), lambda: None), *agreed
     )
@@ -342,7 +366,7 @@ def test_who_restores_something_else_is_told(service):
 
 def test_a_service_that_is_gone_is_a_storage_error(service):
     """The process that ran it has died; jax will end this one."""
-    primary, second = rounds(service, 2)
+    primary, second = rounds(service, *range(2))
     service.down = True
     with pytest.raises(StorageError, match="coordination service: UNAVAILABLE"):
         save(second)
@@ -360,7 +384,7 @@ def test_a_service_that_is_gone_is_a_storage_error(service):
 def test_all_commit_or_none(count, failing, late):
     """Whoever fails or gives up before its time: no two processes disagree."""
     Round._begun = collections.Counter()
-    agreed = rounds(_Service(), count)
+    agreed = rounds(_Service(), *range(count))
     for process in late & set(range(count)):
         agreed[process]._timeout = 0.01
 

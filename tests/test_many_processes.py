@@ -14,6 +14,8 @@ from expected import assert_restored
 from job_states import LOCAL_LEAVES, MESHES
 from processes import Job
 
+from orbax_delta import hosts
+
 SIZES = (4, 2, 1)
 LATEST = 2
 """Each run has three versions: 0, 1 and this one."""
@@ -71,9 +73,7 @@ def recognised(root, step):
     report = strategies.read_manifest(root / str(step) / "default/MANIFEST").report
     forms = dict(report["chunks_by_form"])
     new = forms.get("planes", 0)
-    known = sum(
-        forms.get(f, 0) for f in ("reference", "difference", "blocks", "sparse")
-    )
+    known = sum(forms.get(form, 0) for form in KNOWN)
     return known / (known + new)
 
 
@@ -174,14 +174,44 @@ def test_other_targets(root, jobs, size, record_property):
     record_property("restores", 3)
 
 
+def test_groups_of_processes(tmp_path, jobs, record_property):
+    """Two halves of a job save the same steps, each to a root of its own, at once."""
+    job, groups = jobs[4], ([1, 0], [2, 3])
+    roots = [tmp_path / str(group[0]) for group in groups]
+    own = {
+        rank: {"group": group, "root": str(root)}
+        for group, root in zip(groups, roots, strict=True)
+        for rank in group
+    }
+    for root in roots:
+        root.mkdir()
+    job.do("open", own)
+    for step in range(LATEST + 1):
+        # What the second half saves is another version.
+        versions = {rank: {"version": step + 1} for rank in groups[1]}
+        answers = job.do("save", versions, step=step, version=step, mesh="mixed")
+        assert [answer["error"] for answer in answers] == [None] * 4
+    for step in range(LATEST + 1):
+        answers = job.do("restore", step=step, mesh="fully sharded")
+        assert_restored(answers[:2], step)
+        assert_restored(answers[2:], step + 1)
+    job.do("close")
+    for root in roots:
+        strategies.check_clean(root, range(LATEST + 1))
+    record_property("restores", 2 * (LATEST + 1))
+
+
 def test_without_a_manager(tmp_path, jobs, record_property):
     """A plain Checkpointer's checkpoint stands for itself, and leaves no keys."""
     path = str(tmp_path / "alone")
     jobs[4].do("save_alone", path=path, version=1, mesh="mixed")
     jobs[4].do("save_alone", path=path + "2", version=2, mesh="mixed")
-    # The keys of a save go when there is another one.
+    # The keys of a save go when the same processes make another one.
+    group = hosts.Job(processes=tuple(range(4))).group
     for answer in jobs[4].do("keys"):
-        assert all(key.startswith("orbax_delta/save/alone2/") for key in answer["keys"])
+        ours = [key for key in answer["keys"] if f"/{group}/" in key]
+        assert ours
+        assert all(key.startswith("orbax_delta/save/alone2/") for key in ours)
     for size in SIZES:
         for mesh in MESHES:
             answers = jobs[size].do("restore_alone", path=path, mesh=mesh)

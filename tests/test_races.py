@@ -301,7 +301,7 @@ def test_a_save_and_a_prune_that_breaks_its_pin(
 ):
     """A prune with `--break-pins` makes a save of another host fail, no more."""
     race = Race(history, tmp_path, break_pins=True)
-    tried, conflicts = race_in_all_orders(race, order, stride=11)
+    tried, conflicts = race_in_all_orders(race, order, stride=7)
     assert 0 < conflicts < tried
     record_property("races", tried)
 

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from strategies import open_run
 
 import orbax_delta
+from orbax_delta import jsontext
 
 EVERY_DTYPE = (
     *strategies.NUMPY_DTYPES,
@@ -305,3 +306,21 @@ def test_it_imports_nothing_of_the_package(module):
         *("dataclasses", "json", "math", "re", "struct", "collections", "pathlib"),
         *("typing", "numpy", "xxhash", "zstandard", "second_decoder"),
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"a": 1e999}', "1e999"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": 1, "a": 2}', "twice"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b'"\xff"', "utf-8"),
+    ],
+)
+def test_both_readers_refuse_what_is_no_json(text, message):
+    """Section 1.4, read alike."""
+    refusals = (second_reader.DamagedError, ValueError)
+    for parse in (second_reader.parse_json, jsontext.parse):
+        with pytest.raises(refusals, match=message):
+            parse(text)

@@ -309,7 +309,7 @@ def test_markers_are_renewed(folder):
         (b"\xff", FormatError, "is not JSON"),
         (b"3", FormatError, "is not the file of a delta store"),
         ({"magic": "other"}, FormatError, "is not the file of a delta store"),
-        ({"format_version": 2}, UnsupportedVersionError, "format version 2.*Upgrade"),
+        ({"format_version": 9}, UnsupportedVersionError, "format version 9.*Upgrade"),
         ({"format_version": None}, FormatError, "None, which is no whole number"),
         ({"uuid": ""}, CorruptionError, "is damaged .its digest is"),
         ({"digest": None}, CorruptionError, "is damaged .its digest is"),
