@@ -15,6 +15,7 @@ and a step is published inside the save's awaitable.
 
 import asyncio
 import atexit
+import contextlib
 import dataclasses
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -316,7 +317,10 @@ async def _finished(work: Coroutine[Any, Any, Any]) -> None:
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        # Orbax may cancel more than once.
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
         raise
 
 
