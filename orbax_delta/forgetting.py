@@ -56,6 +56,9 @@ def plan(store: DeltaStore, name: str) -> ForgetPlan:
         NotFoundError: No such root is registered.
     """
     kept = bases.read_bases(store, {})
+    orphans = {base.root_uuid for base in kept.values()}.difference(store.roots.names())
+    # One that has lost its entry goes by the identity that its bases have.
+    lost = [Registered(root="", root_uuid=name)] if name in orphans else []
     roots = [
         Forgotten(
             entry=entry,
@@ -66,7 +69,7 @@ def plan(store: DeltaStore, name: str) -> ForgetPlan:
                 if base.root_uuid == entry.root_uuid
             ),
         )
-        for entry in registry.find(store, name)
+        for entry in lost or registry.find(store, name)
     ]
     gone = [root for root in roots if root.steps is None]
     return ForgetPlan(store=store.url, roots=gone or roots)

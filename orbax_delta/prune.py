@@ -15,6 +15,7 @@ from orbax_delta import bases, owners, records, registry
 from orbax_delta.errors import (
     CorruptionError,
     FormatError,
+    NotFoundError,
     StorageError,
     UnsupportedVersionError,
 )
@@ -106,8 +107,10 @@ def plan(
         FormatError: Something that may name packs cannot be read.
         UnsupportedVersionError: Something was written by a newer format.
         CorruptionError: A MANIFEST is damaged.
-        NotFoundError: A root that uses the store cannot be reached.
+        NotFoundError: A root that uses the store cannot be reached, or has lost its
+            entry in the registry.
     """
+    _refuse_unregistered(store)
     # Before the pins: who is still copying a base now has its pin until that is done.
     halves = bases.leftovers(store)
     pins = read_marks(store.pins)
@@ -142,6 +145,24 @@ def plan(
         ],
         elsewhere=elsewhere,
     )
+
+
+def _refuse_unregistered(store: DeltaStore) -> None:
+    """A root whose entry is lost would lose its steps; a base tells of it."""
+    if not store.shared:
+        return
+    kept = bases.read_bases(store, {})
+    known = {entry.root_uuid for entry in registry.entries(store)}
+    for base in kept.values():
+        if base.root_uuid not in {*known, store.root_uuid}:
+            raise NotFoundError(
+                f"the shared store {store.url} keeps a base of root {base.root_uuid}, "
+                "which its registry does not know: the file in `roots` was lost. "
+                "Nothing was deleted. The next save to that root writes it anew, and "
+                "so does `orbax-delta repair` of it; if it is gone for good, "
+                f"`orbax-delta forget {base.root_uuid} --store "
+                f"{store.url.rstrip('/')}` says so"
+            )
 
 
 def _stale(marks: Mapping[str, Mark], break_all: bool) -> list[str]:

@@ -791,6 +791,27 @@ def test_forgetting_the_root_that_was_here_before(tmp_path, shared, capsys):
         check_steps(tmp_path / name, range(2))
 
 
+def test_a_root_that_lost_its_entry_stops_every_prune(tmp_path, shared):
+    """Its bases tell of it; its next save, or a word that it is gone, mends it."""
+    for name in "ab":
+        save(tmp_path / name, range(2), **shared)
+    lost = uuid_of(tmp_path / "a")
+    (tmp_path / "store" / "roots" / lost).unlink()
+    before = packs_of(tmp_path / "store")
+    with pytest.raises(NotFoundError, match=rf"a base of root {lost}.* forget {lost}"):
+        prune_now(tmp_path / "b")
+    assert packs_of(tmp_path / "store") == before
+    save(tmp_path / "a", [2], **shared)
+    prune_now(tmp_path / "b")
+    check_steps(tmp_path / "a", range(3))
+    (tmp_path / "store" / "roots" / lost).unlink()
+    shutil.rmtree(tmp_path / "a")
+    assert forget(lost, "--store", shared["store"], "--yes") == 0
+    prune_now(tmp_path / "b")
+    check_steps(tmp_path / "b", range(2))
+    assert packs_of(tmp_path / "store") < before
+
+
 def test_two_stores_for_one_root_at_once(tmp_path, monkeypatch):
     """Who is second in giving a root its store is told so, if it is another one."""
     root = Folder(str(tmp_path / "a"))
