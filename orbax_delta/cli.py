@@ -216,8 +216,7 @@ def forget(root: str, where: str, yes: bool, as_json: bool) -> int:
     Bases that the store keeps of it go too, and the next prune deletes the packs that
     only it needed. ROOT is its folder, or the identity that a message names.
     """
-    if as_json and not yes:
-        raise InvalidInputError("--json asks no questions; add --yes")
+    _refuse_to_ask(yes, as_json)
     store = _open_shared(_url(where))
     found = forgetting.plan(store, root if UUID.fullmatch(root) else _url(root))
     document = documents.of_forget(found)
@@ -225,10 +224,19 @@ def forget(root: str, where: str, yes: bool, as_json: bool) -> int:
         views.say(views.console(), *views.forget_lines(document, done=False))
         click.confirm("Forget it?", abort=True)
     forgetting.execute(store, found)
+    return _done(document, views.forget_lines(document, done=True), as_json)
+
+
+def _refuse_to_ask(yes: bool, as_json: bool) -> None:
+    if as_json and not yes:
+        raise InvalidInputError("--json asks no questions; add --yes")
+
+
+def _done(document: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> int:
     if as_json:
         _print_json(document)
     else:
-        views.say(views.console(), *views.forget_lines(document, done=True))
+        views.say(views.console(), *lines)
     return 0
 
 
@@ -247,8 +255,7 @@ def moved(root: str, yes: bool, as_json: bool) -> int:
     Only for a folder that lies nowhere else any more: what is left in the old place
     counts no more.
     """
-    if as_json and not yes:
-        raise InvalidInputError("--json asks no questions; add --yes")
+    _refuse_to_ask(yes, as_json)
     store = _open_store(_url(root))
     planned = moving.plan(store)
     document = documents.of_move(planned)
@@ -256,11 +263,7 @@ def moved(root: str, yes: bool, as_json: bool) -> int:
         views.say(views.console(), *views.move_lines(document, done=False))
         click.confirm("Has it moved?", abort=True)
     moving.execute(store, planned)
-    if as_json:
-        _print_json(document)
-    else:
-        views.say(views.console(), *views.move_lines(document, done=True))
-    return 0
+    return _done(document, views.move_lines(document, done=True), as_json)
 
 
 def _open_store(url: str) -> DeltaStore:

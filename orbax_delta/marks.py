@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orbax_delta import jsontext
+from orbax_delta import jsontext, storefiles
 from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
 from orbax_delta.manifests import PACK_NAME
 from orbax_delta.owners import NOBODY, Owner
@@ -63,15 +63,7 @@ def parse_mark(data: bytes, *, where: str) -> Mark:
             raise ValueError(f"its format version is {version!r:.80}")
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(f"{where} is damaged ({error}); {_REMEDY}") from error
-    if version != FORMAT_VERSION:
-        raise UnsupportedVersionError(
-            f"{where} has format version {version!r:.80}; this package reads "
-            f"{FORMAT_VERSION}. Upgrade orbax_delta"
-        )
-    try:
-        jsontext.check_seal(document)
-    except ValueError as error:
-        raise CorruptionError(f"{where} is damaged ({error}); {_REMEDY}") from error
+    storefiles.check_sealed(document, version, where, _REMEDY)
     return _mark_of(document, where)
 
 

@@ -186,6 +186,19 @@ def _opened(
             f"{where} has format version {version!r:.80}, which is no whole number; "
             f"{remedy}"
         )
+    check_sealed(document, version, where, remedy)
+    return document
+
+
+def check_sealed(
+    document: Mapping[str, Any], version: int, where: str, remedy: str
+) -> None:
+    """Check the version of a JSON file of a store, and only then its digest.
+
+    Raises:
+        UnsupportedVersionError: A newer format wrote it.
+        CorruptionError: Its digest does not match.
+    """
     if version != FORMAT_VERSION:
         raise UnsupportedVersionError(
             f"{where} has format version {version!r:.80}; this package reads "
@@ -195,4 +208,3 @@ def _opened(
         jsontext.check_seal(document)
     except ValueError as error:
         raise CorruptionError(f"{where} is damaged ({error}); {remedy}") from error
-    return document
