@@ -12,7 +12,8 @@ from etils import epath
 from strategies import LITTLE_OPTIONS, assert_same_tree, little_state
 
 import orbax_delta
-from orbax_delta.store import Folder
+from orbax_delta import check, prune
+from orbax_delta.store import DeltaStore, Folder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,3 +57,27 @@ class Run:
         """Every one of these steps has the bits that were saved."""
         for step in steps:
             assert_same_tree(self.restored(step), little_state(step))
+
+
+def live(run: Run) -> None:
+    """Save, delete, prune, restart, verify; steps 3 to 6 stay."""
+    saver = run.handler()
+    for step in range(6):
+        run.save(saver, step)
+        if step >= 3:
+            run.remove(step - 3)
+    assert saver.last_save_report.chunks_by_form["reference"] > 0
+    saver.close()
+    run.assert_restores([3, 4, 5])
+    again = run.handler()
+    assert_same_tree(again.restore(run.item(5)), little_state(5))
+    run.save(again, 6)
+    assert again.last_save_report.chunks_by_form["reference"] > 0
+    again.close()
+    run.assert_restores([3, 4, 5, 6])
+    store = DeltaStore.open(Folder(run.url))
+    assert list(prune.plan(store).dead) == []
+    assert store.pins.names() == store.condemned.names() == []
+    report = check.verify(run.url)
+    assert not report.problems
+    assert set(report.whole_steps) == set("3456")

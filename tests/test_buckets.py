@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 import strategies
 import tensorstore as ts
-from bucket_runs import Run
+from bucket_runs import Run, live
 from etils import epath
 from strategies import LITTLE_OPTIONS, STORE, assert_same_tree, little_state
 
@@ -197,26 +197,7 @@ def command(capsys):
 
 def test_a_run(run):
     """Save, delete, prune, restart: what stays restores, what is dead goes."""
-    saver = run.handler()
-    for step in range(6):
-        run.save(saver, step)
-        if step >= 3:
-            run.remove(step - 3)
-    assert saver.last_save_report.chunks_by_form["reference"] > 0
-    saver.close()
-    run.assert_restores([3, 4, 5])
-    again = run.handler()
-    assert_same_tree(again.restore(run.item(5)), little_state(5))
-    run.save(again, 6)
-    assert again.last_save_report.chunks_by_form["reference"] > 0
-    again.close()
-    run.assert_restores([3, 4, 5, 6])
-    store = DeltaStore.open(Folder(run.url))
-    assert list(prune.plan(store).dead) == []
-    assert store.pins.names() == store.condemned.names() == []
-    report = check.verify(run.url)
-    assert not report.problems
-    assert set(report.whole_steps) == set("3456")
+    live(run)
 
 
 def test_a_save_reads_back_from_the_bucket(run):

@@ -5,10 +5,10 @@ import secrets
 
 import gcs
 import pytest
-from bucket_runs import Run
-from strategies import STORE, assert_same_tree, little_state
+from bucket_runs import Run, live
+from strategies import STORE
 
-from orbax_delta import check, prune, testing
+from orbax_delta import testing
 from orbax_delta.manifests import MANIFEST_NAME
 from orbax_delta.store import DeltaStore, Folder
 
@@ -73,24 +73,7 @@ def test_steps_are_found_without_listing_the_store(bucket, url):
 
 def test_a_run(run):
     """Save, delete, prune, restart: what stays restores, what is dead goes."""
-    saver = run.handler()
-    for step in range(6):
-        run.save(saver, step)
-        if step >= 3:
-            run.remove(step - 3)
-    assert saver.last_save_report.chunks_by_form["reference"] > 0
-    saver.close()
-    again = run.handler()
-    assert_same_tree(again.restore(run.item(5)), little_state(5))
-    run.save(again, 6)
-    again.close()
-    run.assert_restores([3, 4, 5, 6])
-    store = DeltaStore.open(Folder(run.url))
-    assert list(prune.plan(store).dead) == []
-    assert store.pins.names() == store.condemned.names() == []
-    report = check.verify(run.url)
-    assert not report.problems
-    assert set(report.whole_steps) == set("3456")
+    live(run)
     keys = Folder(run.url).find(MANIFEST_NAME, max_depth=2, skip=STORE)
     assert keys == [f"{step}/default/{MANIFEST_NAME}" for step in (3, 4, 5, 6)]
 
