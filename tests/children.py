@@ -169,11 +169,14 @@ def without_disk_sync():
     """Let the store write without fsync: a kill is no loss of power."""
     from orbax_delta import store
 
-    store._spec = lambda url: {
-        "driver": "file",
-        "path": url,
-        "context": {"file_io_sync": False},
-    }
+    real = store._spec
+
+    def spec(url):
+        if "://" in url:
+            return real(url)
+        return {"driver": "file", "path": url, "context": {"file_io_sync": False}}
+
+    store._spec = spec
 
 
 def is_whole(folder):

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import re
 
+import buckets
 import job_states
 import pytest
 import strategies
@@ -14,7 +15,7 @@ from expected import assert_restored
 from job_states import LOCAL_LEAVES, MESHES
 from processes import Job
 
-from orbax_delta import hosts
+from orbax_delta import check, hosts
 
 SIZES = (4, 2, 1)
 LATEST = 2
@@ -152,6 +153,25 @@ def test_a_run_that_moves_between_jobs(root, jobs, record_property):
         jobs[size].do("close")
     strategies.check_clean(root, range(len(moves)))
     record_property("restores", len(moves) * (1 + len(SIZES)) - 1)
+
+
+def test_packs_in_a_bucket(root, s3, tmp_path, record_property):
+    """Steps on a disk, packs of all processes in a bucket; a smaller job goes on."""
+    with Job(4, tmp_path / "jobs of 4") as job:
+        job.do("open", root=str(root), store=buckets.new_url())
+        for step in range(LATEST + 1):
+            save(job, step, "mixed")
+            restore(job, step, "fully sharded")
+        job.do("close")
+    with Job(2, tmp_path / "jobs of 2") as job:
+        job.do("open", root=str(root))
+        restore(job, LATEST, "data parallel")
+        save(job, LATEST + 1, "mixed")
+        job.do("close")
+    assert not list((root / strategies.STORE).glob("packs/*"))
+    report = check.verify(str(root))
+    assert (report.problems, len(report.whole_steps)) == ([], LATEST + 2)
+    record_property("restores", LATEST + 2)
 
 
 @pytest.mark.parametrize("size", SIZES)
