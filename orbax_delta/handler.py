@@ -139,7 +139,8 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
             NotFoundError: It is not there.
             ConflictError: Another job saved into the same folder.
         """
-        self._sessions.confirm(locate(str(directory)))
+        place = locate(str(directory))
+        self._sessions.confirm(place, processes.job(self.options))
 
     def close(self) -> None:
         """Release pins and sweep; may be called more than once."""

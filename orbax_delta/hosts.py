@@ -103,9 +103,9 @@ class Round:
 
     # How often each was begun by a group; alike on all of its processes.
     _begun: ClassVar[collections.Counter[str]] = collections.Counter()
-    # Keys of rounds that have ended, and that go with those of the group's next round:
-    # whoever takes part in that has seen the end of these.
-    _left: ClassVar[dict[str, list[str]]] = {}
+    # Rounds that the primary has ended, by group. Their keys go with the group's next
+    # round: whoever takes part in that has seen the end of these.
+    _ended: ClassVar[dict[str, list["Round"]]] = {}
 
     def __init__(
         self, job: Job, name: str, *, timeout: float, deed: str = "save"
@@ -116,11 +116,11 @@ class Round:
         self._deed = deed
         self._looked = time.monotonic()
         self._heard: DeltaError | None = None
-        self._left_before: list[str] = []
+        self._earlier: list[Round] = []
         rounds = f"{deed}/{name}/{job.group}"
         if job.client is not None:
             Round._begun[rounds] += 1
-            self._left_before = Round._left.pop(job.group, [])
+            self._earlier = Round._ended.pop(job.group, [])
         self._prefix = f"{_NAMESPACE}/{rounds}/{Round._begun[rounds]}/"
 
     # In the calling thread.
@@ -222,8 +222,8 @@ class Round:
             for process in self.job.processes[1:]
         )
         votes = [ballot, *others]
-        self._remove(self._left_before)
-        self._left_before = []
+        self._clear(self._earlier)
+        self._earlier = []
         return votes
 
     def settle(self, outcome: Document) -> None:
@@ -235,19 +235,17 @@ class Round:
         if self.job.client is not None:
             self._raise_abort(self._decide({"commit": outcome}))
 
-    def clear(self) -> None:
-        """Remove the keys of this save, which every process has seen the end of.
-
-        The primary does it; for the others there is nothing to do.
-        """
-        if self.job.client is not None and self.job.primary:
-            self._remove([*self._left_before, self._prefix])
-
     def leave(self) -> None:
-        """Let the keys of this save go with those of the next one, of whatever item."""
+        """Have the keys of this round removed as soon as nobody can be reading them."""
         if self.job.client is not None and self.job.primary:
-            left = Round._left.setdefault(self.job.group, [])
-            left += [*self._left_before, self._prefix]
+            ended = Round._ended.setdefault(self.job.group, [])
+            ended += [*self._earlier, self]
+            self._earlier = []
+
+    @staticmethod
+    def clear_ended(job: Job) -> None:
+        """Remove the keys of rounds that all processes of a job have left."""
+        Round._clear(Round._ended.pop(job.group, []))
 
     # A whole round in the calling thread.
 
@@ -305,11 +303,12 @@ class Round:
 
     # Keys and values.
 
-    def _remove(self, prefixes: Sequence[str]) -> None:
-        # Keys that stay behind are small, and no later save reads them.
+    @staticmethod
+    def _clear(ended: Sequence["Round"]) -> None:
+        # Keys that stay behind are small, and no later round reads them.
         with contextlib.suppress(RuntimeError):
-            for prefix in prefixes:
-                self._client.key_value_delete(prefix)
+            for one in ended:
+                one._client.key_value_delete(one._prefix)
 
     def _decide(self, wanted: Document) -> Document:
         """Write the verdict if there is none; returns the one that counts."""

@@ -57,17 +57,17 @@ def run(request: SaveRequest, state: ItemState) -> SaveReport:
         DisagreementError: The processes do not save the same; nothing of it counts.
         DeltaError: What another process failed with, of the class that it had there.
     """
-    if request.round.job.primary:
-        state.rounds.append(request.round)
-    with request.round.spread_errors():
-        if isinstance(request.taken, Exception):
-            raise request.taken
-        if request.place.root_url is None:
-            # Nothing outside the step may be needed to read it: no store, all full.
-            alone = ItemState(rounds=state.rounds)
-            return _attempt(request, request.taken, alone, None).run()
-        with state.lock:
-            return _run(request, request.taken, state)
+    try:
+        with request.round.spread_errors():
+            if isinstance(request.taken, Exception):
+                raise request.taken
+            if request.place.root_url is None:
+                # Nothing outside the step may be needed to read it: no store, all full.
+                return _attempt(request, request.taken, ItemState(), None).run()
+            with state.lock:
+                return _run(request, request.taken, state)
+    finally:
+        request.round.leave()
 
 
 def _run(request: SaveRequest, taken: Snapshot, state: ItemState) -> SaveReport:
@@ -217,8 +217,6 @@ class _Attempt:
             verdict = self.round.vote(document)
             return SaveReport.from_document(verdict, where="the primary's verdict")
         ballots = [Ballot.from_document(cast) for cast in self.round.collect(document)]
-        # Whoever has voted is past the saves before this one.
-        self.state.clear_rounds(but=self.round)
         leaves = [leaf.entry for leaf in self.taken.leaves]
         entries, packs = agreement.count(ballots, leaves)
         self._require_parts(entries)

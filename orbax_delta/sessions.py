@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from orbax_delta import fallback, save, upkeep
 from orbax_delta.blocking import SaveRequest
 from orbax_delta.fallback import OnCorruption
-from orbax_delta.hosts import ALONE, Job
+from orbax_delta.hosts import ALONE, Job, Round
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
 from orbax_delta.reports import SaveReport
@@ -72,11 +72,7 @@ class Sessions:
             DeltaError: What another process failed with, of the class it had there.
         """
         if request.place.root_url is None:
-            state = ItemState()
-            try:
-                return save.run(request, state)
-            finally:
-                state.leave_rounds()
+            return save.run(request, ItemState())
         with self._using(request.place) as session:
             session.options = request.options
             return save.run(request, session.state)
@@ -106,13 +102,18 @@ class Sessions:
                 session.state.base = result.base
         return result
 
-    def confirm(self, place: Place) -> None:
+    def confirm(self, place: Place, job: Job) -> None:
         """Check that the step that was saved last is there and this job's.
+
+        Args:
+            place: The item of the step.
+            job: The processes that have saved it; all of them have ended their part.
 
         Raises:
             NotFoundError: It is not there.
             ConflictError: Another job saved into the same folder.
         """
+        Round.clear_ended(job)
         session = self._sessions.get(_key(place))
         upkeep.confirm(place, session.state if session else None)
 
@@ -158,7 +159,7 @@ class Sessions:
         finally:
             with self._lock:
                 session.users -= 1
-                if not session.users:
+                if not session.users and self._held_bytes < math.inf:
                     session.held = session.state.base.held_bytes
                 self._sessions.move_to_end(key)
                 gone = self._evicted(key[0])

@@ -19,7 +19,6 @@ from orbax_delta.errors import (
     NotFoundError,
     StorageError,
 )
-from orbax_delta.hosts import Round
 from orbax_delta.kin import Kin
 from orbax_delta.manifests import MANIFEST_NAME, Manifest
 from orbax_delta.marks import Mark, read_marks, usable_packs
@@ -47,7 +46,6 @@ class ItemState:
             None before that.
         loose: Pins to delete that the store would not delete; tried again with the
             next save.
-        rounds: Saves whose keys the coordination service may still hold.
         lock: One save at a time, whatever calls.
     """
 
@@ -59,21 +57,7 @@ class ItemState:
     named: prune.Known = dataclasses.field(default_factory=dict)
     elsewhere: frozenset[str] | None = None
     loose: set[str] = dataclasses.field(default_factory=set)
-    rounds: list[Round] = dataclasses.field(default_factory=list)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    def clear_rounds(self, *, but: Round | None = None) -> None:
-        """Forget what was agreed on for saves that all processes have ended."""
-        for ended in list(self.rounds):
-            if ended is not but:
-                ended.clear()
-                self.rounds.remove(ended)
-
-    def leave_rounds(self) -> None:
-        """Have all that forgotten with another save: not everybody may have heard."""
-        for ended in self.rounds:
-            ended.leave()
-        self.rounds = []
 
 
 @contextlib.contextmanager
@@ -235,8 +219,6 @@ def confirm(place: Place, state: ItemState | None) -> None:
             f"{place.item_url} has no {MANIFEST_NAME} although its save ended well; "
             "something removed it"
         )
-    if state:
-        state.clear_rounds()  # all processes have ended their part
     last = (state.base.predecessor if state else None) or {}
     own = last.get("step") != place.step_name or last["attempt"] == manifest.attempt
     if own and not absent(item, {part.name for part in manifest.parts}):
@@ -257,7 +239,6 @@ def release(state: ItemState) -> None:
 def close(state: ItemState, options: DeltaOptions) -> None:
     """Let go of the last save's pin and sweep once more; may be called twice."""
     with state.lock:
-        state.leave_rounds()
         if state.store is None:
             return
         release(state)

@@ -72,7 +72,7 @@ class _Service:
 def service():
     """Rounds are counted in each process; these threads are in one."""
     Round._begun = collections.Counter()
-    Round._left = {}
+    Round._ended = {}
     return _Service()
 
 
@@ -108,6 +108,12 @@ def save(agreed, *, fail=None, publish=lambda votes: {"sum": sum(votes)}):
         return bits, details, outcome
 
 
+def end(agreed):
+    """As when all processes have left the round, and the primary sees to its keys."""
+    agreed.leave()
+    Round.clear_ended(agreed.job)
+
+
 def test_all_get_the_attempt_and_the_verdict_of_the_primary(service):
     """128 bits, what it announced, and what it made of all votes."""
     results = together(save, *rounds(service, *range(4)))
@@ -124,7 +130,7 @@ def test_a_process_alone_asks_nobody():
     bits, details, outcome = save(agreed)
     assert (len(bits), details, outcome) == (16, {"place": "here"}, {"sum": 0})
     agreed.look()
-    agreed.clear()
+    end(agreed)
     with pytest.raises(InvalidInputError, match="mine"):
         agreed.declare(InvalidInputError("mine"))
 
@@ -231,7 +237,7 @@ def test_a_problem_of_all_is_raised_by_all(service):
     later = rounds(service, *range(3), number=2)
     together(save, *later)
     assert all(key.startswith(later[0]._prefix) for key in service.values)
-    later[0].clear()
+    end(later[0])
     assert service.values == {}
 
 
@@ -293,9 +299,9 @@ def test_keys_are_removed_by_the_primary(service):
     together(save, first, second)
     later = rounds(service, *range(2), number=11)
     together(save, *later)
-    second.clear()
+    end(second)
     assert any(key.startswith(first._prefix) for key in service.values)
-    first.clear()
+    end(first)
     assert {key.split("/")[5] for key in service.values} == {"11"}
 
 
@@ -372,7 +378,7 @@ def test_a_service_that_is_gone_is_a_storage_error(service):
         save(second)
     with pytest.raises(StorageError, match="coordination service: UNAVAILABLE"):
         save(primary)
-    primary.clear()
+    end(primary)
 
 
 @hypothesis.given(
