@@ -379,7 +379,7 @@ def forget_lines(forget: Document, *, done: bool) -> list[str]:
     """What a root's leaving the registry means, before it and after."""
     lines = []
     for root in forget["roots"]:
-        where = root["root"] or "an unreadable entry"
+        where = root["root"] or "an unreadable entry, or a lost one"
         bases = _count(root["bases"], "kept base")
         if done:
             lines.append(f"Forgot {where} ({root['uuid']}); {bases} released.")

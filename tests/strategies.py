@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import shutil
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_delta
@@ -105,6 +108,22 @@ def skip_disk_sync(monkeypatch: Any) -> None:
         return {"driver": "file", "path": url, "context": {"file_io_sync": False}}
 
     monkeypatch.setattr(store_module, "_spec", spec)
+
+
+def private_disk(folder: Path, size: str = "100m") -> list[str]:
+    """What runs a command for which `folder`, made here, is a disk of its own.
+
+    Skips the test where none can be mounted.
+    """
+    folder.mkdir()
+    mount = f'mount -t tmpfs -o size={size} none "$1" && shift && exec "$@"'
+    around = ["unshare", "-rm", "sh", "-c", mount, "sh", str(folder)]
+    if shutil.which("unshare") is None:
+        pytest.skip("this system has no `unshare` to mount a disk with")
+    probe = subprocess.run([*around, "true"], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"no file system can be mounted here: {probe.stderr.strip()}")
+    return around
 
 
 @contextlib.contextmanager

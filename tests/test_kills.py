@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -169,20 +168,12 @@ def test_children_end_with_their_parent(root):
 
 # --- a disk that is full ------------------------------------------------------------
 
-MOUNT = 'mount -t tmpfs -o size=3m none "$1" && shift && exec "$@"'
-
 
 @pytest.fixture
 def small_disk(tmp_path):
     """Runs a scenario of `children` on a disk of 3 MB; returns what it said."""
     disk = tmp_path / "disk"
-    disk.mkdir()
-    around = ["unshare", "-rm", "sh", "-c", MOUNT, "sh", str(disk)]
-    if shutil.which("unshare") is None:
-        pytest.skip("this system has no `unshare` to mount a small disk with")
-    probe = subprocess.run([*around, "true"], capture_output=True, text=True)
-    if probe.returncode:
-        pytest.skip(f"no file system can be mounted here: {probe.stderr.strip()}")
+    around = strategies.private_disk(disk, size="3m")
 
     def fill(scenario):
         words, code, errors = run(scenario, disk, around=around)

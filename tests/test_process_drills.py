@@ -9,7 +9,6 @@ import contextlib
 import re
 import shutil
 import signal
-import subprocess
 
 import pytest
 import strategies
@@ -304,18 +303,9 @@ def test_a_process_with_other_options(job, root, record_property):
         job.do("open", root=str(root))
 
 
-PRIVATE = 'mount -t tmpfs none "$1" && shift && exec "$@"'
-
-
 def test_a_folder_that_is_another_disk_there(root, tmp_path, record_property):
     """The same name on all hosts, but one of them has a disk of its own behind it."""
-    root.mkdir()
-    around = ["unshare", "-rm", "sh", "-c", PRIVATE, "sh", str(root)]
-    if shutil.which("unshare") is None:
-        pytest.skip("this system has no `unshare` to mount a private disk with")
-    probe = subprocess.run([*around, "true"], capture_output=True, text=True)
-    if probe.returncode:
-        pytest.skip(f"no file system can be mounted here: {probe.stderr.strip()}")
+    around = strategies.private_disk(root)
     with Job(2, tmp_path / "job", around={1: around}) as job:
         job.do("open", root=str(root), appears_within=1)
         answers = job.do("save", step=0, version=0, mesh=MESH)
