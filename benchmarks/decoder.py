@@ -12,7 +12,6 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -20,8 +19,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import optax
-
-State = dict[str, Any]
+from counting import State as State
 
 HELD_BACK = 0.2
 """Share of the text that pre-training never sees; the tuning workloads train on it."""
@@ -38,6 +36,8 @@ class Scale:
         heads: Attention heads in a block.
         length: Tokens in one sequence.
         batch: Sequences in one batch.
+        pretrain_steps: Steps of pre-training before a state is worth measuring.
+        tune_steps: The same of a run that starts from pre-trained weights.
     """
 
     vocabulary: int
@@ -46,12 +46,36 @@ class Scale:
     heads: int
     length: int
     batch: int
+    pretrain_steps: int = 600
+    tune_steps: int = 50
 
 
 SCALES: Mapping[str, Scale] = {
-    "tiny": Scale(vocabulary=512, width=64, layers=2, heads=2, length=32, batch=4),
+    # Says only whether a program runs.
+    "tiny": Scale(
+        vocabulary=512,
+        width=64,
+        layers=2,
+        heads=2,
+        length=32,
+        batch=4,
+        pretrain_steps=20,
+        tune_steps=5,
+    ),
     "small": Scale(vocabulary=4096, width=256, layers=4, heads=4, length=128, batch=4),
     "medium": Scale(vocabulary=8192, width=384, layers=5, heads=6, length=128, batch=8),
+    # For ratios of time, where what a save costs at least must not count: 1 GB. Trained
+    # for moments that are no longer zero, not for a good model.
+    "large": Scale(
+        vocabulary=16384,
+        width=768,
+        layers=7,
+        heads=12,
+        length=64,
+        batch=2,
+        pretrain_steps=24,
+        tune_steps=8,
+    ),
 }
 
 
@@ -133,13 +157,19 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A GPT-like decoder with learned positions and a head of its own."""
+    """A GPT-like decoder with learned positions and a head of its own.
+
+    Attributes:
+        sizes: Its sizes.
+        with_head: Whether it ends in logits; else in what goes into the head.
+    """
 
     sizes: Scale
+    with_head: bool = True
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps int[batch, length] to logits float[batch, length, vocabulary]."""
+        """Maps int[batch, length] to float[batch, length, vocabulary or width]."""
         sizes, init = self.sizes, nn.initializers.normal(0.02)
         table = nn.Embed(
             sizes.vocabulary, sizes.width, embedding_init=init, name="embed"
@@ -149,6 +179,8 @@ class Decoder(nn.Module):
         for layer in range(sizes.layers):
             x = Block(sizes.heads, name=f"block_{layer}")(x)
         x = nn.LayerNorm(name="norm")(x)
+        if not self.with_head:
+            return x
         return nn.Dense(
             sizes.vocabulary, use_bias=False, kernel_init=init, name="head"
         )(x)

@@ -7,7 +7,7 @@ filled, `LeafPlan.finish` makes the leaf. Nothing is cast or cut without being a
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orbax_delta import chunks, leaves, shardings
+from orbax_delta.buffers import Buffers, allocate
 from orbax_delta.chunks import Box
 from orbax_delta.errors import OutOfMemoryError, StructureError
 from orbax_delta.manifests import VALUE_KINDS, LeafEntry
@@ -47,7 +48,7 @@ class LeafPlan:
 
     entry: LeafEntry
     wanted: Wanted
-    buffers: Mapping[Box, np.ndarray]
+    buffers: Buffers
 
     def finish(self) -> Any:
         """The leaf, once all buffers are filled."""
@@ -68,6 +69,30 @@ class LeafPlan:
         if wanted.make is Make.NUMPY_SCALAR:
             return array[()]
         return _python(array.item(), wanted, entry)
+
+    def is_made(self, value: Any) -> bool:
+        """Whether an array with the bits that are stored is what `finish` would make.
+
+        Then that very array can stand in its place.
+        """
+        entry, wanted = self.entry, self.wanted
+        if wanted.shape not in (None, value.shape):
+            return False
+        if wanted.make is Make.NUMPY:
+            own = type(value) is np.ndarray and value.flags.writeable
+            # One whose elements share memory is no array of its own.
+            own = own and not any(
+                step == 0 and size > 1
+                for step, size in zip(value.strides, value.shape, strict=True)
+            )
+            return own and bool(value.dtype == _dtype(wanted, entry))
+        if wanted.make is not Make.JAX or not isinstance(value, jax.Array):
+            return False
+        if value.sharding != wanted.sharding or value.aval.weak_type:
+            return False
+        if entry.kind == "key":
+            return wanted.dtype in (None, value.dtype)
+        return bool(value.dtype == _dtype(wanted, entry))
 
     def _whole(self) -> np.ndarray:
         (array,) = self.buffers.values()
@@ -94,21 +119,21 @@ def plan_leaf(entry: LeafEntry, wanted: Wanted, *, moved: list[str]) -> LeafPlan
         leaves.key_struct(entry)  # raises for what is none, before anything is read
     if wanted.make is Make.JAX:
         wanted = _placed(entry, _resolved(entry, wanted), moved)
-    regions = _regions(entry, wanted)
-    dtype = entry.element.dtype if regions else None
-    buffers = {box: _zeros(entry, box, dtype) for box in dict.fromkeys(regions)}
-    return LeafPlan(entry=entry, wanted=wanted, buffers=buffers)
+    regions = dict.fromkeys(_regions(entry, wanted))
+    memory = {box: _allocated(entry, wanted, box) for box in regions}
+    return LeafPlan(entry=entry, wanted=wanted, buffers=memory)
 
 
-def _zeros(entry: LeafEntry, box: Box, dtype: np.dtype | None) -> np.ndarray:
-    shape = chunks.box_shape(box)
+def _allocated(entry: LeafEntry, wanted: Wanted, box: Box) -> np.ndarray:
+    # What a caller gets as numpy is memory of its own.
+    aligned = wanted.make is Make.JAX and entry.kind != "key"
     try:
-        return np.zeros(shape, dtype)
+        return allocate(entry, box, aligned=aligned)
     except MemoryError as error:
         raise OutOfMemoryError(
-            f"there is no room for {shape} of leaf {entry.name}, which is stored as "
-            f"{_describe(entry)}, {human_bytes(entry.memory_bytes)}; restore fewer "
-            "leaves, or onto more devices"
+            f"there is no room for {chunks.box_shape(box)} of leaf {entry.name}, which "
+            f"is stored as {_describe(entry)}, {human_bytes(entry.memory_bytes)}; "
+            "restore fewer leaves, or onto more devices"
         ) from error
 
 
@@ -269,6 +294,10 @@ def _jax_array(plan: LeafPlan) -> jax.Array:
     shape = entry.shape if wanted.shape is None else wanted.shape
     cast = {box: _cast(data, wanted, entry) for box, data in plan.buffers.items()}
     sharding = _sharding(wanted)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding) and cast:
+        (data,) = cast.values()
+        array: jax.Array = jax.device_put(data, sharding)
+        return array
     arrays = [
         jax.device_put(
             cast[box],

@@ -27,6 +27,33 @@ def pool(threads: int) -> Iterator[Pool]:
         executor.shutdown(wait=True, cancel_futures=True)
 
 
+def batches(
+    items: Iterable[_Item], weigh: Callable[[_Item], int], *, least: int
+) -> Iterator[list[_Item]]:
+    """Neighbouring items together, each batch but the last of weight `least` or more.
+
+    A task costs as much as coding a few kilobytes; thousands of small items would spend
+    more time on being handed over than on being worked on.
+    """
+    batch: list[_Item] = []
+    weight = 0
+    for item in items:
+        batch.append(item)
+        weight += weigh(item)
+        if weight >= least:
+            yield batch
+            batch, weight = [], 0
+    if batch:
+        yield batch
+
+
+def each(
+    function: Callable[[_Item], _Result],
+) -> Callable[[list[_Item]], list[_Result]]:
+    """`function` of an item as one of a batch."""
+    return lambda batch: [function(item) for item in batch]
+
+
 def ordered_map(
     executor: Pool,
     function: Callable[[_Item], _Result],
@@ -49,6 +76,11 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+
+    def move(self, seconds: float, *, of: str, to: str) -> None:
+        """Count time that was spent within stage `of` as that of stage `to`."""
+        self.seconds[of] = self.seconds.get(of, 0.0) - seconds
+        self.seconds[to] = self.seconds.get(to, 0.0) + seconds
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -25,10 +25,16 @@ class Entry:
     Attributes:
         row: Where it is stored.
         content: Private copy of its content; None: not held, it can be read.
+        idle: Saves in a row that found it unchanged.
+        grace: As many of those the copy outlives.
+        skip: Saves that write it in full without trying a delta.
     """
 
     row: Row
     content: Bytes | None
+    idle: int = 0
+    grace: int = 0
+    skip: int = 0
 
     def checked_content(self) -> Bytes | None:
         """The content if it still is what the row says (memory can rot too)."""
@@ -52,6 +58,7 @@ class Base:
         store_uuid: Store that the rows point into.
         save_index: Saves up to and including the one the rows come from.
         predecessor: What the next MANIFEST says of that save; None before any.
+        pack_sizes: Bytes of packs that the rows refer to, as far as known.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Base:
         self.store_uuid = store_uuid
         self.save_index = save_index
         self.predecessor = predecessor
+        self.pack_sizes: Mapping[str, int] = {}
         self._leaves: dict[str, _LeafBase] = {}
         self._touched: list[tuple[str, Box]] = []
 
@@ -175,6 +183,7 @@ class Base:
         stored: Iterable[tuple[LeafEntry, Box, Entry | None]],
         *,
         layouts: Mapping[str, str],
+        pack_sizes: Mapping[str, int],
         store_uuid: str,
         predecessor: Mapping[str, object],
     ) -> None:
@@ -184,12 +193,14 @@ class Base:
             stored: Every chunk of every shard that this process holds; no entry for
                 one that another process wrote.
             layouts: By name of a leaf, a name for which process holds what of it.
+            pack_sizes: Bytes of packs that the rows refer to, as far as known.
             store_uuid: Store that the rows point into.
             predecessor: Identity of that save.
         """
         self.clear()
         for leaf, box, entry in stored:
             self._put(leaf, box, entry, layouts[leaf.name])
+        self.pack_sizes = pack_sizes
         self.store_uuid = store_uuid
         self.save_index += 1
         self.predecessor = predecessor

@@ -9,13 +9,14 @@ import json
 import time
 from typing import Any
 
-from orbax_delta import fields
+from orbax_delta import fields, selection
 from orbax_delta.errors import InvalidInputError
 from orbax_delta.hosts import ALONE, Job, Round
-from orbax_delta.leaves import Snapshot, snapshot
+from orbax_delta.leaves import Snapshot
 from orbax_delta.manifests import Json
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
+from orbax_delta.selection import Selection, Stored
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class SaveRequest:
 
     Attributes:
         taken: The state; or why this process could not take it though others could.
+        selection: What of it was left where it is, because it has not changed.
         custom_metadata: JSON to keep with the step.
         round: Where the processes agree on this save.
         hurried: The machine is about to be taken away: only what must be done.
@@ -35,6 +37,7 @@ class SaveRequest:
     """
 
     taken: Snapshot | Exception
+    selection: Selection
     custom_metadata: Json
     round: Round
     hurried: bool
@@ -43,6 +46,10 @@ class SaveRequest:
     started: float
     wall_time: float
     blocking_seconds: float
+
+    def waited_seconds(self) -> float:
+        """Seconds since the blocking phase ended."""
+        return time.perf_counter() - self.started - self.blocking_seconds
 
 
 def prepare(
@@ -53,8 +60,9 @@ def prepare(
     custom_metadata: Json = None,
     job: Job = ALONE,
     hurried: bool = False,
+    stored: Stored | None = None,
 ) -> SaveRequest:
-    """The blocking phase: everything comes to the host, nothing touches a file.
+    """The blocking phase: what has to be looked at comes to the host; no file is used.
 
     Args:
         tree: The state.
@@ -63,6 +71,7 @@ def prepare(
         custom_metadata: JSON to keep with the step.
         job: The processes that save it together; all of them come by here.
         hurried: Whether to leave out what can wait for the next save.
+        stored: What is stored of it already; None: nothing may be relied on.
 
     Raises:
         InvalidInputError: A leaf or the metadata cannot be stored, on any process.
@@ -71,9 +80,10 @@ def prepare(
     name = f"{place.step_name}/{place.item}"
     agreed = Round(job, name, timeout=options.vote_timeout)
     taken: Snapshot | Exception
+    selected = selection.EVERYTHING
     try:
         metadata = _metadata(custom_metadata)
-        taken = snapshot(tree, job)
+        taken, selected = selection.take(tree, job, options, stored, hurried=hurried)
     except Exception as error:  # noqa: BLE001 # raised by every process, here or later
         # One process alone must not raise here: the others wait in Orbax's barriers.
         agreed.declare(error)
@@ -82,6 +92,7 @@ def prepare(
         agreed.declare(None)
     return SaveRequest(
         taken=taken,
+        selection=selected,
         custom_metadata=metadata,
         round=agreed,
         hurried=hurried,

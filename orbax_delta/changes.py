@@ -7,21 +7,31 @@ same save is derived from it. Does not belong here: coding, writing.
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import TypeVar
 
 import numpy as np
 import xxhash
 
 from orbax_delta import chunks, codecs, dtypes, ownership, records
-from orbax_delta.background import Pool
+from orbax_delta.background import Pool, batches, each
 from orbax_delta.base import Base, Entry
 from orbax_delta.chunks import Box
 from orbax_delta.codecs import Bytes
 from orbax_delta.dtypes import Rule
-from orbax_delta.leaves import HostLeaf
+from orbax_delta.leaves import Brought, HostLeaf, HostShard
 from orbax_delta.manifests import LeafEntry
 from orbax_delta.options import DeltaOptions
 from orbax_delta.parts import Ref, Row
+
+BATCH_BYTES = 256 << 10
+"""A thread takes small chunks together, up to about this much."""
+
+_LOOK_BYTES = 4 << 20
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 _SAMPLE_ELEMENTS = 64
 _MAX_CANDIDATES = 4
@@ -35,31 +45,38 @@ class Chunk:
         leaf_index: Index of its leaf.
         leaf: Its leaf.
         box: Its place in the leaf.
-        shard: Box and host array of the shard that it lies in.
+        shard: Box and content of the shard that it lies in.
         stored: The entry of the base, if any.
+        content_bytes: Size of the content.
     """
 
     leaf_index: int
     leaf: LeafEntry
     box: Box
-    shard: tuple[Box, np.ndarray]
+    shard: HostShard
     stored: Entry | None
+    content_bytes: int
+
+    @property
+    def copied(self) -> bool:
+        """Whether it was brought to the host; else it is as stored, see `transfers`."""
+        _, held = self.shard
+        return not isinstance(held, Brought) or held.holds(self.box)
+
+    @property
+    def readable(self) -> bool:
+        """Whether `content` can tell what is in it."""
+        return self.copied or bool(self.stored and self.stored.content is not None)
 
     def content(self) -> Bytes:
-        """`uint8[n]`, a view where the chunk is contiguous."""
-        origin, array = self.shard
-        piece = array[chunks.slices(self.box, origin)]
+        """`uint8[n]`, a view where the chunk is contiguous; of readable chunks."""
+        if not self.copied and self.stored and self.stored.content is not None:
+            return self.stored.content
+        origin, held = self.shard
+        if isinstance(held, Brought):
+            return self.leaf.element.to_content(held.piece(self.box, origin))
+        piece = held[chunks.slices(self.box, origin)]
         return self.leaf.element.to_content(np.asarray(piece))
-
-    @property
-    def content_bytes(self) -> int:
-        """Size of the content."""
-        return self.leaf.element.content_bytes(self.element_count)
-
-    @property
-    def element_count(self) -> int:
-        """Elements in the chunk."""
-        return chunks.element_count(self.box)
 
     @property
     def word_count(self) -> int:
@@ -135,11 +152,14 @@ def cut(
     names = (entry.name for entry in spread)
     families = dict(zip(names, ownership.families(spread)))
     for index, leaf in enumerate(leaves):
+        if not leaf.shards:
+            continue
+        element = leaf.entry.element
+        family = families.get(leaf.entry.name, "")
         known = base.known_boxes(leaf.entry, leaf.layout.name)
         for shard in leaf.shards:
             holders = leaf.layout.holders.get(shard[0], (process,))
-            for box in _boxes(shard, known, options.chunk_bytes):
-                family = families.get(leaf.entry.name, "")
+            for box in _boxes(leaf.entry, shard[0], known, options.chunk_bytes):
                 if ownership.owner(family, box, holders) != process:
                     others.append((leaf.entry, box))
                     continue
@@ -149,17 +169,17 @@ def cut(
                     box=box,
                     shard=shard,
                     stored=base.get(leaf.entry, box),
+                    content_bytes=element.content_bytes(chunks.element_count(box)),
                 )
                 own.append(chunk)
     return Cut(own=own, others=others)
 
 
 def _boxes(
-    shard: tuple[Box, np.ndarray], known: Iterable[Box], chunk_bytes: int
+    leaf: LeafEntry, box: Box, known: Iterable[Box], chunk_bytes: int
 ) -> list[Box]:
-    box, array = shard
     # Never by the width of narrow elements: a bf16 copy is cut as its fp32 master is.
-    max_elements = max(1, chunk_bytes // max(4, array.dtype.itemsize))
+    max_elements = max(1, chunk_bytes // max(4, leaf.element.dtype.itemsize))
     fresh = list(chunks.cut(box, max_elements))
     known = set(known)
     if not known or known.issuperset(fresh):
@@ -173,6 +193,7 @@ def compare(
     executor: Pool,
     *,
     elsewhere: Set[str] = frozenset(),
+    moved: Callable[[Sequence[Finding]], list[Finding]] = list,
 ) -> list[Finding]:
     """Look at every chunk once and find what each follows from.
 
@@ -182,28 +203,59 @@ def compare(
         executor: Where to do it.
         elsewhere: Packs that other runs need: what lies in them alone is not written
             anew for its age, which would undo the sharing.
+        moved: Tells which more are written anew, before it is known what follows from
+            what.
     """
 
     def look(chunk: Chunk) -> Finding:
         return _look(chunk, refresh_every, elsewhere)
 
-    return _find_sources(list(executor.map(look, wanted)), executor)
+    seen = _mapped(executor, look, wanted, lambda chunk: chunk.content_bytes)
+    return _find_sources(moved(list(seen)), executor)
+
+
+def _bytes(seen: Sequence[Finding], *indices: int) -> int:
+    return sum(seen[index].chunk.content_bytes for index in indices)
+
+
+def _mapped(
+    executor: Pool,
+    function: Callable[[_Item], _Result],
+    items: Iterable[_Item],
+    weigh: Callable[[_Item], int],
+) -> Iterator[_Result]:
+    """`map` for what is quickly done: a thread takes many items at a time."""
+    together = batches(items, weigh, least=_LOOK_BYTES)
+    return itertools.chain.from_iterable(executor.map(each(function), together))
 
 
 def _look(chunk: Chunk, refresh_every: int | None, elsewhere: Set[str]) -> Finding:
+    row = chunk.stored.row if chunk.stored else None
+    if row is not None and not chunk.copied:
+        return Finding(chunk=chunk, status=Status.SAME, digest=row.digest)
     content = chunk.content()
     found = records.digest(content)
-    row = chunk.stored.row if chunk.stored else None
     if row is not None and row.digest == found:
-        due = refresh_every is not None and row.age + 1 >= refresh_every
-        own = row.refs[-1].pack and row.rule is Rule.NONE
-        refresh = due and own and not _lies_in(row, elsewhere)
+        refresh = is_due(row, refresh_every, elsewhere)
         status = Status.REFRESH if refresh else Status.SAME
         return Finding(chunk=chunk, status=status, digest=found)
     word = codecs.constant_word(content, chunk.leaf.element.word_bytes)
     if word is not None:
         return Finding(chunk=chunk, status=Status.CONSTANT, digest=found, word=word)
     return Finding(chunk=chunk, status=Status.CHANGED, digest=found)
+
+
+def is_due(row: Row, refresh_every: int | None, elsewhere: Set[str]) -> bool:
+    """Whether a chunk that has not changed is written anew for its age.
+
+    Args:
+        row: What is stored of it.
+        refresh_every: As the option; None: nothing is written anew now.
+        elsewhere: Packs that other runs need.
+    """
+    due = refresh_every is not None and row.age + 1 >= refresh_every
+    own = bool(row.refs[-1].pack) and row.rule is Rule.NONE
+    return due and own and not _lies_in(row, elsewhere)
 
 
 def _lies_in(row: Row, packs: Set[str]) -> bool:
@@ -252,6 +304,7 @@ def _may_follow(finding: Finding, kept_lists: set[tuple[Ref, ...]]) -> bool:
     stored = finding.chunk.stored
     return (
         finding.status is Status.SAME
+        and finding.chunk.copied
         and stored is not None
         and stored.row.rule is not Rule.NONE
         and stored.row.refs not in kept_lists
@@ -259,11 +312,15 @@ def _may_follow(finding: Finding, kept_lists: set[tuple[Ref, ...]]) -> bool:
 
 
 def _own_records(seen: Sequence[Finding]) -> set[int]:
-    """Findings that keep their stored row, which is not itself derived."""
+    """Findings that keep their stored row, which is not itself derived.
+
+    Those whose content nobody has at hand are left out: bytes could not be compared.
+    """
     return {
         index
         for index, finding in enumerate(seen)
         if finding.status is Status.SAME
+        and finding.chunk.readable
         and finding.chunk.stored
         and finding.chunk.stored.row.rule is Rule.NONE
     }
@@ -290,7 +347,7 @@ def _confirm_copies(
         left, right = (seen[index].chunk.content() for index in pair)
         return bool(np.array_equal(left, right))
 
-    agreed = executor.map(equal, copies.items())
+    agreed = _mapped(executor, equal, copies.items(), lambda pair: _bytes(seen, *pair))
     return {pair[0]: pair[1] for pair, same in zip(copies.items(), agreed) if same}
 
 
@@ -308,16 +365,18 @@ def _casts(
     ]
     if not wanted:
         return {}
-    places = {(seen[i].chunk.leaf.shape, seen[i].chunk.box) for i in wanted}
+    places: dict[tuple[tuple[int, ...], Box], set[str]] = {}
+    for index in wanted:
+        chunk = seen[index].chunk
+        place = chunk.leaf.shape, chunk.box
+        places.setdefault(place, set()).add(chunk.leaf.dtype)
     candidates: dict[_CastKey, list[int]] = {}
     for index in sorted(kept):
         chunk = seen[index].chunk
-        if (
-            chunk.leaf.dtype == dtypes.CAST_SOURCE
-            and (chunk.leaf.shape, chunk.box) in places
-        ):
-            for key in _cast_keys(chunk):
-                candidates.setdefault(key, []).append(index)
+        if chunk.leaf.dtype != dtypes.CAST_SOURCE:
+            continue
+        for key in _cast_keys(chunk, places.get((chunk.leaf.shape, chunk.box), ())):
+            candidates.setdefault(key, []).append(index)
 
     def verify(index: int) -> tuple[int, Rule] | None:
         chunk = seen[index].chunk
@@ -330,7 +389,9 @@ def _casts(
                 return source, rule
         return None
 
-    found = zip(wanted, executor.map(verify, wanted))
+    found = zip(
+        wanted, _mapped(executor, verify, wanted, lambda index: _bytes(seen, index))
+    )
     return {index: source for index, source in found if source is not None}
 
 
@@ -345,9 +406,9 @@ def _cast_key(chunk: Chunk, dtype: str, sample: Bytes) -> _CastKey:
     return dtype, chunk.leaf.shape, chunk.box, sample.tobytes()
 
 
-def _cast_keys(chunk: Chunk) -> Iterator[_CastKey]:
-    sample = np.ascontiguousarray(_sample(chunk.content(), chunk))
-    for dtype in dtypes.CAST_TARGETS:
+def _cast_keys(chunk: Chunk, targets: Iterable[str]) -> Iterator[_CastKey]:
+    for dtype in targets:
+        sample = np.ascontiguousarray(_sample(chunk.content(), chunk))
         cast = dtypes.derive(dtypes.cast_rule(dtype), sample)
         if cast is not None:
             yield _cast_key(chunk, dtype, cast)

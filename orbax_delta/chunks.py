@@ -4,6 +4,7 @@ A box is `((start, stop), ...)`, one pair per dimension of the leaf; a 0-d leaf 
 empty box `()`. Cutting, overlap and subtraction only; no bytes, no jax.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from types import EllipsisType
@@ -44,7 +45,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 def element_count(box: Box) -> int:
     """Elements in `box`; 1 for the box of a 0-d leaf."""
-    return math.prod(box_shape(box))
+    return math.prod([stop - start for start, stop in box])
 
 
 def intersect(left: Box, right: Box) -> Box | None:
@@ -90,6 +91,8 @@ def _measure(box: Box) -> int:
     return math.prod(sides)
 
 
+# Leaves of one shape have the same bounds.
+@functools.lru_cache(maxsize=1 << 14)
 def _number(axis: int, bound: int) -> int:
     return xxhash.xxh3_64_intdigest(b"%d %d" % (axis, bound))
 

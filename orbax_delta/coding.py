@@ -1,32 +1,31 @@
-"""From a changed chunk to a record: when it is full, which form, and the new row.
+"""From a changed chunk to a record: whether it is full, and which form.
 
-One rule per chunk, no "base saves": its next record is full when its list would grow
-past `max_chain` records, past `read_budget` times a full record in bytes, or after
-`full_every` deltas. A hash of the chunk staggers the first round.
+One rule per chunk, no "base saves". Its next record is a delta until `full_every` of
+them have gathered; then one stands for them all, or, where they are not small, it is
+full. It is also full when its list would grow past `max_chain` records or past
+`read_budget` times a full record in bytes, and after `refresh_every` saves.
 """
 
 import dataclasses
-import logging
 
 import numpy as np
 
-from orbax_delta import codecs, reader, records
+from orbax_delta import codecs, holding, records
 from orbax_delta.changes import Finding, Status
 from orbax_delta.codecs import Bytes, Form
 from orbax_delta.dtypes import Rule
-from orbax_delta.errors import CorruptionError, StorageError
+from orbax_delta.errors import CorruptionError
+from orbax_delta.holding import UNPAID_SHARE, Outlook
 from orbax_delta.options import DeltaOptions
+from orbax_delta.packs import Lifetime
 from orbax_delta.parts import Ref, Row
-from orbax_delta.store import Folder
-
-_logger = logging.getLogger("orbax_delta")
+from orbax_delta.recall import Task
 
 # A delta below this share of the full record that its list begins with is taken as it
 # is; above, a full record may be smaller, and a sample of the chunk tells.
-_SURELY_WORTH_SHARE = 0.3
-_SAMPLE_MARGIN = 1.15
+_SURELY_WORTH_SHARE = 0.75
+_SAMPLE_MARGIN = 1.02
 _SELF_CHECK_EVERY = 16
-MAX_AGE = 32_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,125 +35,105 @@ class Coded:
     Attributes:
         finding: The chunk.
         form: Form of the record.
-        record: Its bytes.
+        record: Its bytes, in pieces.
         earlier: Records that it builds on.
-        since: For the row.
-        age: For the row.
-        content: Private copy of the new content, to be the next save's base.
+        composed: Whether it stands for several changes at once.
+        content: Private copy of the new content, to be the next save's base; None: it
+            is not held.
+        outlook: What becomes of it.
         changed_words: Elements that differ from what was stored.
         changed_blocks: 4 KiB blocks with any difference.
-        read_bytes: Bytes read from the store to have something to compare with.
     """
 
     finding: Finding
     form: Form
-    record: bytes
+    record: records.Pieces
     earlier: tuple[Ref, ...]
-    since: int
-    age: int
-    content: Bytes
+    composed: bool
+    content: Bytes | None
+    outlook: Outlook
     changed_words: int
     changed_blocks: int
-    read_bytes: int
 
-    def row(self, pack: str, offset: int) -> Row:
+    @property
+    def record_bytes(self) -> int:
+        """Length of the record."""
+        return sum(map(len, self.record))
+
+    def row(self, pack: str, offset: int, *, since: int, age: int) -> Row:
         """The row, once it is known where the record lies."""
-        ref = Ref(form=self.form, pack=pack, offset=offset, length=len(self.record))
+        ref = Ref(form=self.form, pack=pack, offset=offset, length=self.record_bytes)
         return Row(
             leaf=self.finding.chunk.leaf_index,
             box=self.finding.chunk.box,
             digest=self.finding.digest,
             rule=Rule.NONE,
             refs=(*self.earlier, ref),
-            since=self.since,
-            age=self.age,
+            since=since,
+            age=age,
         )
 
+    def lifetime(self, options: DeltaOptions) -> Lifetime:
+        """For how many saves the record is likely needed."""
+        stored = self.finding.chunk.stored
+        if self.composed or self.finding.status is Status.REFRESH or stored is None:
+            return Lifetime.LONG
+        if self.form.is_full:
+            due = stored.row.age + 1 >= options.refresh_every
+            return Lifetime.LONG if due else Lifetime.SHORT
+        full_bytes = self.earlier[0].length or self.finding.chunk.content_bytes
+        gathers = self.record_bytes * options.full_every <= full_bytes
+        return Lifetime.CYCLE if gathers else Lifetime.SHORT
 
-def code(finding: Finding, *, options: DeltaOptions, packs: Folder) -> Coded:
+
+def code(task: Task, *, options: DeltaOptions) -> Coded:
     """Code one changed chunk, against what is stored of it where that pays."""
+    finding = task.finding
     chunk = finding.chunk
     content = chunk.content()
-    base, read_bytes = None, 0
-    if finding.status is Status.CHANGED and not _full_is_due(finding, options):
-        base, read_bytes = _base_content(finding, packs)
+    base = task.base()
     delta = None
     if base is not None:
         delta = codecs.encode_delta(content, base, chunk.leaf.element.word_bytes)
-        if chunk.spread % _SELF_CHECK_EVERY == 0:
+        if task.replaces or chunk.spread % _SELF_CHECK_EVERY == 0:
             _self_check(finding, delta, base, content)
-    return _record(finding, content, delta, options, read_bytes)
-
-
-def _full_is_due(finding: Finding, options: DeltaOptions) -> bool:
-    stored = finding.chunk.stored
-    if stored is None or stored.row.rule is not Rule.NONE:
-        return True
-    row = stored.row
-    return len(row.refs) >= options.max_chain or row.since >= options.full_every
-
-
-def _base_content(finding: Finding, packs: Folder) -> tuple[Bytes | None, int]:
-    """What the chunk's stored list decodes to, and the bytes read for it."""
-    chunk = finding.chunk
-    stored = chunk.stored
-    if stored is None:
-        return None, 0
-    if stored.content is not None:
-        content = stored.checked_content()
-        if content is None:
-            _logger.warning(
-                "leaf %s, chunk %s: its previous content changed in memory; "
-                "writing it in full",
-                chunk.leaf.name,
-                chunk.box,
-            )
-        return content, 0
-    row = stored.row
-    if row.refs[-1].form is Form.CONSTANT:
-        word = row.refs[-1].word[: chunk.leaf.element.word_bytes]
-        return codecs.fill(word, chunk.content_bytes), 0
-    request = reader.Request(leaf=chunk.leaf, row=row)
-    try:
-        return reader.read_one(packs, request), row.stored_bytes
-    except (CorruptionError, StorageError) as error:
-        # The save does not need the old content; whoever verifies will hear of it.
-        _logger.warning("%s; writing the chunk in full", error)
-        return None, 0
+    return _record(task, content, delta, options)
 
 
 def _record(
-    finding: Finding,
-    content: Bytes,
-    delta: codecs.Delta | None,
-    options: DeltaOptions,
-    read_bytes: int,
+    task: Task, content: Bytes, delta: codecs.Delta | None, options: DeltaOptions
 ) -> Coded:
+    finding, replaces = task.finding, task.replaces or 0
     chunk, stored = finding.chunk, finding.chunk.stored
-    word_bytes = chunk.leaf.element.word_bytes
-    form, payload = _choose(finding, content, delta, options)
+    refs = stored.row.refs if stored and delta else ()
+    earlier = refs[: len(refs) - replaces]
+    form, payload, full_bytes = _choose(finding, content, delta, earlier, options)
     record = records.Record(
         form=form,
-        word_bytes=word_bytes,
+        word_bytes=chunk.leaf.element.word_bytes,
         content_bytes=content.size,
         content_digest=finding.digest,
         payload=payload,
-    ).encode()
-    earlier = stored.row.refs if stored and not form.is_full else ()
-    since, age = _counters(finding, options, full=form.is_full)
+    ).pieces()
     renewed = finding.status is Status.REFRESH
+    if renewed:
+        outlook = holding.renewed(options)
+    else:
+        unpaid = delta is not None and len(delta.payload) > UNPAID_SHARE * full_bytes
+        outlook = holding.written(
+            stored, options, recalled=task.recalled, unpaid=unpaid
+        )
     blocks = 0 if renewed else -(-content.size // codecs.BLOCK_BYTES)
     return Coded(
         finding=finding,
         form=form,
         record=record,
-        earlier=earlier,
-        since=since,
-        age=age,
-        content=_keep(finding, content),
+        earlier=() if form.is_full else earlier,
+        composed=bool(replaces) and not form.is_full,
+        content=_keep(task, content, delta) if outlook.hold else None,
+        outlook=outlook,
         changed_words=_changed(finding, delta.changed_words if delta else None),
         changed_blocks=delta.changed_blocks if delta else blocks,
-        read_bytes=read_bytes,
     )
 
 
@@ -162,57 +141,51 @@ def _choose(
     finding: Finding,
     content: Bytes,
     delta: codecs.Delta | None,
+    earlier: tuple[Ref, ...],
     options: DeltaOptions,
-) -> tuple[Form, bytes]:
-    """The delta, if its list stays cheap to read and no full record is smaller."""
+) -> tuple[Form, bytes, int]:
+    """The delta, if its list stays cheap to read and no full record is smaller.
+
+    Returns:
+        Form and payload, and about what the payload of a full record takes.
+    """
     word_bytes = finding.chunk.leaf.element.word_bytes
-    stored = finding.chunk.stored
-    if delta is None or stored is None:
-        return Form.PLANES, codecs.encode_full(content, word_bytes)
-    first, delta_bytes = stored.row.refs[0], len(delta.payload)
-    full: bytes | None = None
+    if delta is None or not earlier:
+        full = codecs.encode_full(content, word_bytes)
+        return Form.PLANES, full, len(full)
+    first, delta_bytes = earlier[0], len(delta.payload)
+    made: bytes | None = None
     full_bytes = first.length
     if first.form is Form.CONSTANT:
         # Nothing tells how large a full record would be but making it.
-        full = codecs.encode_full(content, word_bytes)
-        full_bytes = len(full) + records.RECORD_OVERHEAD_BYTES
+        made = codecs.encode_full(content, word_bytes)
+        full_bytes = len(made) + records.RECORD_OVERHEAD_BYTES
     elif delta_bytes > _SURELY_WORTH_SHARE * full_bytes:
         expected = codecs.estimate_full_bytes(content, word_bytes)
         if expected < _SAMPLE_MARGIN * delta_bytes:
-            full = codecs.encode_full(content, word_bytes)
-    total = stored.row.stored_bytes + delta_bytes + records.RECORD_OVERHEAD_BYTES
+            made = codecs.encode_full(content, word_bytes)
+    listed = sum(ref.length for ref in earlier)
+    total = listed + delta_bytes + records.RECORD_OVERHEAD_BYTES
     too_dear = total > options.read_budget * full_bytes
-    if too_dear or (full is not None and len(full) <= delta_bytes):
-        return Form.PLANES, full or codecs.encode_full(content, word_bytes)
-    return delta.form, delta.payload
+    if made is not None:
+        full_bytes = len(made)
+    if too_dear or (made is not None and len(made) <= delta_bytes):
+        made = made or codecs.encode_full(content, word_bytes)
+        return Form.PLANES, made, len(made)
+    return delta.form, delta.payload, full_bytes
 
 
-def _counters(
-    finding: Finding, options: DeltaOptions, *, full: bool
-) -> tuple[int, int]:
-    """`since` and `age` of the new row."""
-    chunk = finding.chunk
-    row = chunk.stored.row if chunk.stored else None
-    if row is not None and row.rule is Rule.NONE:
-        if full:
-            return 0, 0
-        return row.since + 1, min(row.age + 1, MAX_AGE)
-    return first_counters(chunk.spread, options)
-
-
-def first_counters(spread: int, options: DeltaOptions) -> tuple[int, int]:
-    """`since` and `age` of a chunk's first row, spread so that renewals are too."""
-    since = spread % options.full_every if options.full_every else 0
-    return since, -(spread // 64 % options.refresh_every)
-
-
-def _keep(finding: Finding, content: Bytes) -> Bytes:
+def _keep(task: Task, content: Bytes, delta: codecs.Delta | None) -> Bytes:
     """A private copy of the content, in the buffer of the old one if there is one."""
-    stored = finding.chunk.stored
-    if stored is not None and stored.content is not None:
-        np.copyto(stored.content, content)
-        return stored.content
-    return content.copy()
+    chunk = task.finding.chunk
+    held = chunk.stored.content if chunk.stored else None
+    if held is None:
+        return content.copy()
+    if delta is not None and not task.replaces:
+        codecs.carry_over(content, held, delta, chunk.leaf.element.word_bytes)
+    else:
+        np.copyto(held, content)
+    return held
 
 
 def _changed(finding: Finding, compared: int | None) -> int:

@@ -17,6 +17,7 @@ from etils import epath
 from orbax_delta import leaves, shardings, trees
 from orbax_delta.errors import InvalidInputError, StructureError
 from orbax_delta.fallback import OnCorruption
+from orbax_delta.live import Live, live_of
 from orbax_delta.manifests import (
     MANIFEST_NAME,
     VALUE_KINDS,
@@ -100,6 +101,16 @@ def on_corruption(args: Any) -> OnCorruption:
             f'DeltaRestore.on_corruption is {value!r}; expected "raise" or "fallback"'
         )
     return "fallback" if value == "fallback" else "raise"
+
+
+def live(args: Any) -> Live | None:
+    """The live tree that restore arguments offer, if they do.
+
+    Raises:
+        InvalidInputError: An array of it has been deleted or donated.
+    """
+    base = getattr(args, "base", None)
+    return None if base is None else live_of(base)
 
 
 def _wanted(path: trees.Path, value: Any, args: Any) -> Wanted:

@@ -13,6 +13,7 @@ import re
 import ml_dtypes
 import numpy as np
 
+from orbax_delta import scratch
 from orbax_delta.codecs import Bytes
 from orbax_delta.errors import InvalidInputError
 
@@ -171,10 +172,16 @@ def derive(rule: Rule, source: Bytes) -> Bytes | None:
     what a cast does to a NaN differs between libraries, so none is ever cast.
     """
     words = source.view(np.uint32)
-    if ((words & 0x7FFFFFFF) > 0x7F800000).any():
+    passing = scratch.array("cast", words.size, 4)
+    np.bitwise_and(words, 0x7FFFFFFF, out=passing)
+    if passing.size and passing.max() > 0x7F800000:
         return None
     if rule is Rule.F32_TO_BF16:
-        rounded = words + (((words >> 16) & 1) + np.uint32(0x7FFF))
-        return (rounded >> 16).astype(np.uint16).view(np.uint8)
+        np.right_shift(words, 16, out=passing)
+        np.bitwise_and(passing, 1, out=passing)
+        np.add(passing, 0x7FFF, out=passing)
+        np.add(passing, words, out=passing)
+        np.right_shift(passing, 16, out=passing)
+        return passing.astype(np.uint16).view(np.uint8)
     with np.errstate(over="ignore"):
         return source.view(np.float32).astype(np.float16).view(np.uint8)

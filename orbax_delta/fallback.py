@@ -22,6 +22,7 @@ from orbax_delta.errors import (
 )
 from orbax_delta.hosts import ALONE, Job, Round
 from orbax_delta.listing import Item, Root
+from orbax_delta.live import Live
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
 from orbax_delta.restore import Restored, Target
@@ -48,6 +49,7 @@ def run(
     *,
     on_corruption: OnCorruption = "raise",
     job: Job = ALONE,
+    live: Live | None = None,
 ) -> Restored:
     """Restore one item of one step, or what stands in for it.
 
@@ -60,6 +62,7 @@ def run(
             step; its RestoreReport names it. On a local disk a failing read counts as
             damage too.
         job: The processes that restore it together.
+        live: What this process need not read.
 
     Raises:
         StructureError: The target does not fit what is restored.
@@ -70,19 +73,27 @@ def run(
         DeltaError: What another process failed with, of the class that it had there.
     """
     try:
-        return together(place, target, settings, job=job, what=place.step_name)
+        return together(
+            place, target, settings, job=job, what=place.step_name, live=live
+        )
     except damage(place.root_url or place.item_url) as error:
         if not _is_damage(place, error):
             raise
         if on_corruption == "fallback":
-            return _instead(place, target, settings, error, job)
+            return _instead(place, target, settings, error, job, live)
         if isinstance(error, StorageError):
             raise  # the storage may be out of order altogether
         raise _explained(place, error, settings) from error
 
 
 def together(
-    place: Place, target: Target | None, settings: DeltaOptions, *, job: Job, what: str
+    place: Place,
+    target: Target | None,
+    settings: DeltaOptions,
+    *,
+    job: Job,
+    what: str,
+    live: Live | None = None,
 ) -> Restored:
     """Restore one state, if every process of a job can restore what it wants of it.
 
@@ -94,12 +105,13 @@ def together(
         settings: Options in force.
         job: The processes.
         what: A name for the state that is the same on all of them.
+        live: What this process need not read; others may have other arrays, or none.
 
     Raises:
         DeltaError: What `restore.run` has raised, here or on another process.
     """
     agreed = Round(job, place.item, timeout=settings.vote_timeout, deed="restore")
-    return agreed.unanimous(what, lambda: restore.run(place, target, settings))
+    return agreed.unanimous(what, lambda: restore.run(place, target, settings, live))
 
 
 def _is_damage(place: Place, error: DeltaError) -> bool:
@@ -134,11 +146,14 @@ def _instead(
     settings: DeltaOptions,
     error: DeltaError,
     job: Job,
+    live: Live | None,
 ) -> Restored:
     _logger.error("%s does not restore: %s", place.label, error)
     for item in _states(_root(place), place, not_after=place.step):
         try:
-            restored = together(item.place, target, settings, job=job, what=item.step)
+            restored = together(
+                item.place, target, settings, job=job, what=item.step, live=live
+            )
         except damage(place.root_url or place.item_url) as other:
             _logger.error("%s does not restore either: %s", _name(item), other)
             continue

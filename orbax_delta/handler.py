@@ -87,7 +87,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
     ) -> SaveRequest:
         tree, custom_metadata = delegation.saved_item(args)
         return processes.prepare(
-            tree, str(directory), self.options, custom_metadata=custom_metadata
+            tree,
+            str(directory),
+            self.options,
+            known=self._sessions.known,
+            custom_metadata=custom_metadata,
         )
 
     def _run(self, request: SaveRequest) -> None:
@@ -99,12 +103,14 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
         """Restore a step; see `DeltaRestore` for what can be asked.
 
         Raises:
+            InvalidInputError: An array of `base` has been deleted or donated.
             NotFoundError: The step, or the store it needs, is not there.
             StructureError: The target does not fit the step.
             CorruptionError: Something stored is damaged and nothing else of the root
                 holds it; it names the newest step that restores.
         """
         args = args or DeltaRestore()
+        live = delegation.live(args)
         place = locate(str(directory))
         if delegation.written_by_orbax(Folder(place.item_url)):
             return delegation.restore(directory, args)
@@ -114,6 +120,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
             self.options,
             on_corruption=delegation.on_corruption(args),
             job=processes.restoring(self.options.processes),
+            live=live,
         )
         self.last_restore_report = result.report
         return result.tree
@@ -176,12 +183,25 @@ class DeltaRestore(ocp.args.CheckpointArgs):
             `"raise"`: an error that names the newest step that restores. `"fallback"`:
             take the newest state before it that restores, log that as an error, and
             name it in the handler's `last_restore_report`.
+        base: A live pytree of jax or numpy arrays, of any structure; leaves are found
+            by their path. A stored chunk is not read if its bytes are in it (digests
+            are compared, nothing is believed), and of a chunk that is as the last save
+            or restore of this handler left it only the records after that are read.
+            An array that is the one to be restored, with its dtype, shape and sharding,
+            is *itself* put into the result: donating or overwriting one of the two
+            does so to the other; one array at two paths comes back as one, and one that
+            jax has not committed to a device stays so. Arrays of another dtype or shape
+            are of no use, and no error; nobody may write to numpy ones meanwhile.
+            Arrays on accelerators are copied to the host to be digested. Steps of
+            Orbax's own handlers are read as always.
     """
 
     item: Any = None
     partial_restore: bool = False
     strict: bool = True
     on_corruption: fallback.OnCorruption = "raise"
+    # Not shown: text of arrays on accelerators would be copied to the host for it.
+    base: Any = dataclasses.field(default=None, repr=False)
 
 
 class _HandlerOfV1(DeltaCheckpointHandler):

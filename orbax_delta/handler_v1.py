@@ -109,6 +109,7 @@ class DeltaHandler:
     async def _load(self, directory: epath.Path, abstract: Any) -> Any:
         place = locate(str(directory))
         args = self._restore_args(abstract)
+        live = delegation.live(args)
         if delegation.written_by_orbax(Folder(place.item_url)):
             if args is abstract and (args.partial_restore or not args.strict):
                 return delegation.restore(directory, args)
@@ -119,6 +120,7 @@ class DeltaHandler:
             self.options,
             on_corruption=delegation.on_corruption(args),
             job=processes.restoring(self.options.processes),
+            live=live,
         )
         return result.tree
 
@@ -246,14 +248,17 @@ class DeltaState:
 
     Args:
         tree: What to save; when loading a target, None for everything as it was saved.
+        base: When loading, a live tree that need not be read, as `DeltaRestore.base`.
         **options: Fields of `DeltaOptions`.
 
     Attributes:
         tree: The same; once it has loaded, what was restored.
+        base: The same; it is let go of by loading.
     """
 
-    def __init__(self, tree: Any = None, **options: Any) -> None:
+    def __init__(self, tree: Any = None, *, base: Any = None, **options: Any) -> None:
         self.tree = tree
+        self.base = base
         self._handler = _handler(options_of(options))()
 
     async def save(self, directory: v1.path.PathAwaitingCreation) -> Awaitable[None]:
@@ -262,7 +267,11 @@ class DeltaState:
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """See `DeltaHandler.load`."""
-        loaded = await self._handler.load(directory, self.tree)
+        wanted = self.tree
+        if self.base is not None:
+            target = jtu.tree_map(_target_leaf, wanted)
+            wanted, self.base = DeltaRestore(target, base=self.base), None
+        loaded = await self._handler.load(directory, wanted)
 
         async def done() -> None:
             self.tree = await loaded
@@ -300,7 +309,7 @@ def _prepared(
     awaitable may raise.
     """
     try:
-        request = processes.prepare(tree, directory, options)
+        request = processes.prepare(tree, directory, options, known=_SESSIONS.known)
     except Exception as error:  # noqa: BLE001 # raised by the awaitable
         refused = error
 

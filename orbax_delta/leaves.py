@@ -21,8 +21,35 @@ from orbax_delta.hosts import Job
 from orbax_delta.manifests import Json, LeafEntry, path_name
 from orbax_delta.shardings import Layout
 
-HostShard = tuple[Box, np.ndarray]
 NO_LAYOUT = Layout(holders={}, name="host")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """A shard that is on its way to the host, or of which only some chunks are.
+
+    Attributes:
+        whole: Waits for all of it; None: only pieces come.
+        pieces: Wait for the chunks that come, by box.
+    """
+
+    whole: Callable[[], np.ndarray] | None = None
+    pieces: Mapping[Box, Callable[[], np.ndarray]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def holds(self, box: Box) -> bool:
+        """Whether that chunk comes."""
+        return self.whole is not None or box in self.pieces
+
+    def piece(self, box: Box, origin: Box) -> np.ndarray:
+        """A chunk that comes, of the shard whose box is `origin`."""
+        if self.whole is None:
+            return self.pieces[box]()
+        return self.whole()[chunks.slices(box, origin)]
+
+
+HostShard = tuple[Box, np.ndarray | Brought]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +69,48 @@ class HostLeaf:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StagedLeaf:
+    """A leaf that was looked at and not copied yet.
+
+    Attributes:
+        leaf: The leaf, with what of it was on the host already.
+        parts: Distinct shards on devices of this process, in order of their boxes.
+    """
+
+    leaf: HostLeaf
+    parts: Mapping[Box, jax.Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def device_bytes(self) -> int:
+        """What a copy of the shards takes."""
+        return sum(data.nbytes for data in self.parts.values())
+
+    def start(self) -> None:
+        """Start to copy the shards to the host."""
+        for data in self.parts.values():
+            data.copy_to_host_async()
+
+    def finish(self) -> HostLeaf:
+        """Wait for the copy; the caller may then donate the arrays."""
+        if not self.parts:
+            return self.leaf
+        shards = [(box, jax.device_get(data)) for box, data in self.parts.items()]
+        return dataclasses.replace(self.leaf, shards=shards)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A pytree as it was when `save` was called."""
+    """A pytree as it was when `save` was called.
+
+    Attributes:
+        structure: For the MANIFEST.
+        leaves: In order.
+        copied_bytes: Of device arrays, brought to the host.
+    """
 
     structure: Json
     leaves: Sequence[HostLeaf]
+    copied_bytes: int
 
     def outline(self) -> list[str]:
         """What must be alike on all processes, by leaf; values may differ."""
@@ -72,13 +136,28 @@ def snapshot(tree: Any, job: Job) -> Snapshot:
     Raises:
         InvalidInputError: A leaf cannot be stored; the message names it.
     """
+    structure, staged = stage(tree, job)
+    for one in staged:
+        one.start()
+    return Snapshot(
+        structure=structure,
+        leaves=[one.finish() for one in staged],
+        copied_bytes=sum(one.device_bytes for one in staged),
+    )
+
+
+def stage(tree: Any, job: Job) -> tuple[Json, list[StagedLeaf]]:
+    """Structure and leaves of a tree, checked; of device arrays nothing is copied.
+
+    Raises:
+        InvalidInputError: A leaf cannot be stored; the message names it.
+    """
     flat = trees.flatten(tree)
     staged = [
         _stage(path, value, job)
         for path, value in zip(flat.paths, flat.values, strict=True)
     ]
-    # All device copies have been started by now; only here are they waited for.
-    return Snapshot(structure=flat.structure, leaves=[finish() for finish in staged])
+    return flat.structure, staged
 
 
 def storable(tree: Any) -> bool:
@@ -93,15 +172,13 @@ def storable(tree: Any) -> bool:
     )
 
 
-def _stage(path: trees.Path, value: Any, job: Job) -> Callable[[], HostLeaf]:
-    """Check one leaf and start its copy; the returned call finishes it."""
+def _stage(path: trees.Path, value: Any, job: Job) -> StagedLeaf:
     if isinstance(value, jax.core.Tracer):
         raise _unsupported(path, value, "save outside of jit, grad and vmap")
     if isinstance(value, jax.Array):
         return _stage_jax(path, value, job)
     if isinstance(value, np.ndarray | np.generic):
-        leaf = _numpy_leaf(path, value, job)
-        return lambda: leaf
+        return StagedLeaf(leaf=_numpy_leaf(path, value, job))
     reader = _PLAIN_LEAVES.get(type(value))
     if reader is None:
         raise _unsupported(
@@ -113,7 +190,7 @@ def _stage(path: trees.Path, value: Any, job: Job) -> Callable[[], HostLeaf]:
     leaf = reader(path, value)
     if not job.primary:
         leaf = dataclasses.replace(leaf, shards=())
-    return lambda: leaf
+    return StagedLeaf(leaf=leaf)
 
 
 def _unsupported(path: trees.Path, value: Any, hint: str) -> InvalidInputError:
@@ -121,7 +198,7 @@ def _unsupported(path: trees.Path, value: Any, hint: str) -> InvalidInputError:
     return InvalidInputError(f"leaf {path_name(path)} is a {kind}: {hint}")
 
 
-def _stage_jax(path: trees.Path, value: jax.Array, job: Job) -> Callable[[], HostLeaf]:
+def _stage_jax(path: trees.Path, value: jax.Array, job: Job) -> StagedLeaf:
     if value.is_deleted():
         raise InvalidInputError(
             f"leaf {path_name(path)} has been deleted or donated; save the state that "
@@ -163,14 +240,8 @@ def _stage_jax(path: trees.Path, value: jax.Array, job: Job) -> Callable[[], Hos
     layout = NO_LAYOUT if own else _layout(path, value, job)
     if value.size == 0:
         distinct = {}
-    for data in distinct.values():
-        data.copy_to_host_async()
-
-    def finish() -> HostLeaf:
-        shards = [(box, np.asarray(data)) for box, data in sorted(distinct.items())]
-        return HostLeaf(entry=entry, shards=shards, layout=layout)
-
-    return finish
+    leaf = HostLeaf(entry=entry, shards=(), layout=layout)
+    return StagedLeaf(leaf=leaf, parts=dict(sorted(distinct.items())))
 
 
 def _layout(path: trees.Path, value: jax.Array, job: Job) -> Layout:

@@ -6,6 +6,7 @@ checks the version before anything else, then digest, then each field. Pure byte
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -126,7 +127,7 @@ class LeafEntry:
     @property
     def name(self) -> str:
         """The path as one readable string."""
-        return path_name(self.path)
+        return _known_name(self.path)
 
 
 def path_name(path: Sequence[str]) -> str:
@@ -138,6 +139,10 @@ def path_name(path: Sequence[str]) -> str:
     if not path:
         return "(root)"
     return "/".join(key.replace("~", "~0").replace("/", "~1") for key in path)
+
+
+# A save asks for each name about ten times.
+_known_name = functools.lru_cache(maxsize=1 << 14)(path_name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

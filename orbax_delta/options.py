@@ -6,17 +6,24 @@ import json
 import os
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from orbax_delta import errors
 
 StoreLocation = str | Mapping[str, Any]
 """Where a folder lies: a path, a URL, or TensorStore's JSON of a key-value store."""
 
+BaseMode = Literal["auto", "keep", "store"]
+"""Where the contents that deltas build on are between saves."""
+
+Where = Literal["auto", "host", "device"]
+"""Where what changed is found out."""
+
 MAX_CHAIN_LIMIT = 200
 MAX_CHUNK_BYTES = 1 << 30
 MAX_PACK_BYTES = 1 << 31
-LOCAL_PACK_BYTES = 16 << 20
+LOCAL_PACK_BYTES = (1 << 20, 16 << 20)
+_LOCAL_PACKS = 32
 BUCKET_PACK_BYTES = 64 << 20
 
 _FILE_URL = "file:///"
@@ -33,18 +40,29 @@ class DeltaOptions:
         chunk_bytes: Upper bound on a chunk of 4-byte elements, in bytes; the unit of
             comparison, reuse and partial reading. A leaf of narrower elements has
             chunks of as many elements, so that a bf16 copy lines up with its master.
-        pack_bytes: A pack file is written once it holds this many bytes; None: 16 MiB
-            on disks, 64 MiB in buckets, where each costs a request.
-        full_every: After this many deltas a chunk's next record is full.
-        max_chain: No chunk is ever made of more records than this.
-        read_budget: Reading a chunk never costs more than this many times the bytes
-            of its full record.
-        refresh_every: An unchanged chunk is written anew after this many saves (the
-            first time after up to twice as many, spread by a hash of the chunk).
+        pack_bytes: A pack file is written once it holds this many bytes; None: on disks
+            a thirty-second of the state, from 1 to 16 MiB, and 64 MiB in buckets, where
+            each costs a request.
+        full_every: After this many deltas a chunk's next record stands for all of them
+            at once where they are small, and is full where they are not.
+        max_chain: No chunk that is written is made of more records than this.
+        read_budget: Reading a chunk that is written never costs more than this many
+            times the bytes of its full record.
+        refresh_every: A chunk is written in full after this many saves at the latest,
+            also one that has not changed (the first time after up to twice as many, in
+            the order of the state).
         keep_bases: States that the store keeps restorable whatever steps are deleted:
             the newest of those taken every `full_every` saves, and older ones that
             share no file with it and each other; 0 keeps none.
         threads: Worker threads for coding; None takes one per core, at most 16.
+        base: Where the contents are that deltas build on. "keep": copies in memory of
+            everything that is neither constant nor derived. "store": read back from the
+            store by each save. "auto": a copy of what changes from save to save in
+            small deltas; the rest is read back if it is needed.
+        compare_on: Where what changed is found out. "host": everything is copied to
+            the host and compared there. "device": where the arrays lie, by digests that
+            miss a change with a chance of at most 2^-84; only chunks that changed are
+            copied. "auto": "device" on GPUs and TPUs, "host" on CPUs.
         auto_prune: Remove dead packs after a save when the set of steps has changed.
         vote_timeout: Where several processes save together, seconds that one waits for
             the others when it is done itself; then the save fails on all of them.
@@ -65,9 +83,11 @@ class DeltaOptions:
     full_every: int = 10
     max_chain: int = 20
     read_budget: float = 2.0
-    refresh_every: int = 30
+    refresh_every: int = 100
     keep_bases: int = 2
     threads: int | None = None
+    base: BaseMode = "auto"
+    compare_on: Where = "auto"
     auto_prune: bool = True
     vote_timeout: float = 900.0
     processes: Sequence[int] | None = None
@@ -90,7 +110,8 @@ class DeltaOptions:
                 f"DeltaOptions.read_budget is {self.read_budget!r}; expected a number "
                 "from 1.0 (every record full) to 100.0"
             )
-
+        _check_choice("base", self.base, get_args(BaseMode))
+        _check_choice("compare_on", self.compare_on, get_args(Where))
         if type(self.auto_prune) is not bool:
             raise errors.InvalidInputError(
                 f"DeltaOptions.auto_prune is {self.auto_prune!r}; expected True or "
@@ -121,7 +142,8 @@ class DeltaOptions:
     def shared(self) -> dict[str, object]:
         """Options that all processes of a job must have alike, as JSON gives them."""
         values = dataclasses.asdict(self)
-        del values["threads"]
+        # Matters of each host: its cores, its memory, its devices.
+        del values["threads"], values["base"], values["compare_on"]
         alike: dict[str, object] = json.loads(json.dumps(values))
         return alike
 
@@ -129,15 +151,28 @@ class DeltaOptions:
         """Options as a MANIFEST keeps them."""
         values = dataclasses.asdict(self)
         # Of one run of the job, and no part of how the step is stored.
-        del values["processes"], values["vote_timeout"]
+        for name in ("processes", "vote_timeout", "base", "compare_on"):
+            del values[name]
         if isinstance(self.store, Mapping):
             values["store"] = json.dumps(self.store, sort_keys=True)
         return values
 
-    def pack_size(self, *, local: bool) -> int:
-        """`pack_bytes`, resolved for a disk or a bucket."""
-        default = LOCAL_PACK_BYTES if local else BUCKET_PACK_BYTES
-        return self.pack_bytes or default
+    def pack_size(self, *, local: bool, state_bytes: int | None) -> int:
+        """`pack_bytes`, resolved.
+
+        Args:
+            local: Whether the packs are to lie on a disk.
+            state_bytes: Raw size of what a process writes of the state, in bytes; None:
+                not known.
+        """
+        if self.pack_bytes is not None:
+            return self.pack_bytes
+        if not local:
+            return BUCKET_PACK_BYTES
+        least, most = LOCAL_PACK_BYTES
+        if state_bytes is None:
+            return most
+        return max(least, min(most, state_bytes // _LOCAL_PACKS))
 
     @property
     def worker_count(self) -> int:
@@ -196,4 +231,12 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise errors.InvalidInputError(
             f"DeltaOptions.{name} is {value!r}; expected a whole number from {low} "
             f"to {high}"
+        )
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise errors.InvalidInputError(
+            f"DeltaOptions.{name} is {value!r}; expected one of "
+            f"{', '.join(map(repr, choices))}"
         )

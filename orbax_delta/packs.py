@@ -5,20 +5,34 @@ neighbours. The same records in the same order give the same packs.
 """
 
 import collections
+import enum
+import time
 
-from orbax_delta.records import PackBuilder
+from orbax_delta.records import PackBuilder, Pieces
 from orbax_delta.store import Folder, Pending
 
 _MAX_IN_FLIGHT = 2
+
+
+class Lifetime(enum.IntEnum):
+    """For how many saves a record is likely needed.
+
+    Those alike lie in packs of their own: what is soon dead does not stay on the disk
+    because of what lies beside it.
+    """
+
+    SHORT = 0
+    CYCLE = 1
+    LONG = 2
 
 
 class PackWriter:
     """Puts the packs of one process of one attempt.
 
     Attributes:
-        names: Packs so far, in order.
-        written_bytes: Their total size.
+        sizes: Bytes of the packs that were put, by name.
         pack_bytes: A pack is put once it holds this many.
+        put_seconds: Time spent on putting packs together and waiting for the storage.
     """
 
     def __init__(
@@ -29,32 +43,47 @@ class PackWriter:
         self._process = process
         self.pack_bytes = pack_bytes
         self._in_flight: collections.deque[Pending] = collections.deque()
-        self.names: list[str] = []
-        self.written_bytes = 0
-        self._builder: PackBuilder | None = None
+        self.sizes: dict[str, int] = {}
+        self.put_seconds = 0.0
+        self._begun = 0
+        self._open: dict[Lifetime, PackBuilder] = {}
 
-    def add(self, record: bytes) -> tuple[str, int]:
+    def add(
+        self, record: Pieces, lifetime: Lifetime = Lifetime.LONG
+    ) -> tuple[str, int]:
         """Append a record; returns its pack and offset."""
-        if self._builder is None:
-            number = len(self.names)
-            self._builder = PackBuilder(self._attempt, number)
-            self.names.append(f"{self._attempt.hex()}-p{self._process}-{number}")
-        offset, _ = self._builder.add(record)
-        name = self.names[-1]
-        if self._builder.size_bytes >= self.pack_bytes:
-            self.cut()
-        return name, offset
+        builder = self._open.get(lifetime)
+        if builder is None:
+            builder = self._open[lifetime] = PackBuilder(self._attempt, self._begun)
+            self._begun += 1
+        offset, _ = builder.add(record)
+        if builder.size_bytes >= self.pack_bytes:
+            self._put(lifetime)
+        return self._name(builder), offset
 
-    def cut(self) -> None:
-        """End the current pack, if any, and begin to put it."""
-        if self._builder is None:
-            return
-        data = self._builder.finish()
-        self._builder = None
+    def _name(self, builder: PackBuilder) -> str:
+        return f"{self._attempt.hex()}-p{self._process}-{builder.number}"
+
+    def cut(self, *, least: int = 0) -> None:
+        """End the packs that are open, and begin to put them.
+
+        Args:
+            least: Those that hold fewer bytes stay open.
+        """
+        for lifetime in sorted(self._open):
+            if self._open[lifetime].size_bytes >= least:
+                self._put(lifetime)
+
+    def _put(self, lifetime: Lifetime) -> None:
+        start = time.perf_counter()
+        builder = self._open.pop(lifetime)
+        data = builder.finish()
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._in_flight.popleft().result()
-        self._in_flight.append(self._folder.start_write(self.names[-1], data))
-        self.written_bytes += len(data)
+        name = self._name(builder)
+        self._in_flight.append(self._folder.start_write(name, data))
+        self.sizes[name] = sum(map(len, data))
+        self.put_seconds += time.perf_counter() - start
 
     def finish(self) -> None:
         """Put what is left and wait until every pack is durable."""

@@ -4,7 +4,8 @@ All that has to be asked of Orbax and JAX before that. Does not belong here: how
 processes agree (`hosts`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,12 +17,26 @@ from orbax_delta.errors import InvalidInputError
 from orbax_delta.hosts import Job
 from orbax_delta.manifests import Json
 from orbax_delta.options import DeltaOptions
+from orbax_delta.places import Place
+from orbax_delta.selection import Stored
 
 
 def prepare(
-    tree: Any, directory: str, options: DeltaOptions, *, custom_metadata: Json = None
+    tree: Any,
+    directory: str,
+    options: DeltaOptions,
+    *,
+    known: Callable[[Place], AbstractContextManager[Stored | None]],
+    custom_metadata: Json = None,
 ) -> SaveRequest:
     """The blocking phase of a save into an item's directory.
+
+    Args:
+        tree: The state.
+        directory: The item's directory.
+        options: Options in force.
+        known: Says what is stored of a place already, and holds it meanwhile.
+        custom_metadata: JSON to keep with the step.
 
     Raises:
         InvalidInputError: A leaf or the metadata cannot be stored, on any process.
@@ -30,14 +45,16 @@ def prepare(
     # Orbax has asked the same of the same step when it decided to save it, so that all
     # processes get the same answer.
     preempted = place.step is not None and ocp.multihost.reached_preemption(place.step)
-    return blocking.prepare(
-        tree,
-        place,
-        options,
-        custom_metadata=custom_metadata,
-        job=job(options),
-        hurried=bool(preempted),
-    )
+    with known(place) as stored:
+        return blocking.prepare(
+            tree,
+            place,
+            options,
+            custom_metadata=custom_metadata,
+            job=job(options),
+            hurried=bool(preempted),
+            stored=stored,
+        )
 
 
 def job(options: DeltaOptions) -> Job:

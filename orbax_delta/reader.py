@@ -1,12 +1,14 @@
-"""From rows to the content of chunks: ranged reads, decoding, verification.
+"""From rows to the content of chunks: read, decoded, verified.
 
-Reads of neighbouring records are joined, the next batch is on its way while one is
-decoded, a list that several chunks share is read and decoded once, and content that
-does not have the digest of its row is never handed out.
+Some batches of reads are on their way while others are decoded, on all threads of the
+pool and without a pause between batches. A list that several chunks share is read and
+decoded once, and content that does not have the digest of its row is never handed out.
 """
 
+import collections
+import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,16 +18,38 @@ from orbax_delta.codecs import Bytes, Form
 from orbax_delta.errors import CorruptionError, OutOfMemoryError, StorageError
 from orbax_delta.manifests import LeafEntry
 from orbax_delta.parts import Ref, Row
-from orbax_delta.store import Folder, Pending
+from orbax_delta.ranges import ReadCount as ReadCount
+from orbax_delta.ranges import Records, Unreadable
+from orbax_delta.store import Folder
 
-_JOIN_GAP_BYTES = 64 << 10
-_JOIN_MAX_BYTES = 16 << 20
-_BATCH_BYTES = 32 << 20
-_BATCH_CONTENT_BYTES = 64 << 20
+_TASK_BYTES = 512 << 10
 
 
-Unreadable = CorruptionError | StorageError
-"""Why there is no content: damage, or a storage that did not give it."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Pace:
+    """How much is read at a time.
+
+    Attributes:
+        join_bytes: Most bytes of one read.
+        stored_bytes: Of records in a batch, about.
+        content_bytes: Of contents in a batch, about.
+        batches: On their way or being decoded.
+    """
+
+    join_bytes: int
+    stored_bytes: int
+    content_bytes: int
+    batches: int
+
+
+# A disk is best read in pieces that stay in the processor's cache until they are
+# decoded; in a bucket each request costs its own.
+_LOCAL = _Pace(
+    join_bytes=1 << 20, stored_bytes=8 << 20, content_bytes=8 << 20, batches=5
+)
+_REMOTE = _Pace(
+    join_bytes=16 << 20, stored_bytes=32 << 20, content_bytes=32 << 20, batches=2
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,47 +73,149 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """A chunk's verified content, or why there is none."""
+    """A chunk's verified content, or why there is none.
+
+    Attributes:
+        request: What was asked for.
+        content: Its content.
+        error: Why there is none.
+        placed: Whether `content` is the buffer that was given for it.
+    """
 
     request: Request
     content: Bytes | None
     error: Unreadable | None
+    placed: bool = False
 
 
-class ReadCount:
-    """Requests and bytes that a reader asked of the store."""
+ListKey = tuple[tuple[Ref, ...], int]
+"""A list of records, and how many bytes it decodes to."""
 
-    def __init__(self) -> None:
-        self.requests = 0
-        self.bytes = 0
+Seeds = Mapping[ListKey, Callable[[], Bytes | None]]
+"""What lists decode to, as far as it is at hand. Nobody relies on it: what comes of it
+is checked like everything else."""
+
+Into = Callable[[Request], Bytes | None]
+"""Where the content of a chunk is to be decoded to; None: to memory of its own."""
 
 
-class _MissingPackError(CorruptionError):
-    """The pack is not there, so that no other range of it can be read either."""
+def _nowhere(_: Request) -> None:
+    return None
+
+
+def list_key(request: Request) -> ListKey:
+    """The list of a chunk."""
+    row = request.row
+    return row.refs, dtypes.source_bytes(row.rule, request.content_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Range:
-    pack: str
-    start: int
-    stop: int
+class _Group:
+    """Chunks that follow from one list.
 
+    Attributes:
+        requests: The chunks.
+        source_bytes: Size of what the list decodes to.
+        seed: What its first records decode to, where that is at hand.
+        skip: How many records those are.
+    """
 
-_Group = Sequence[Request]
+    requests: Sequence[Request]
+    source_bytes: int
+    seed: Callable[[], Bytes | None] | None
+    skip: int
+
+    @property
+    def refs(self) -> Sequence[Ref]:
+        """The records that are needed."""
+        return self.requests[0].row.refs[self.skip :]
+
+    @property
+    def content_bytes(self) -> int:
+        return sum(request.content_bytes for request in self.requests)
 
 
 def fetch(
-    packs: Folder, wanted: Iterable[Request], *, executor: Pool, count: ReadCount
+    packs: Folder,
+    wanted: Iterable[Request],
+    *,
+    executor: Pool,
+    count: ReadCount,
+    into: Into = _nowhere,
+    seeds: Seeds | None = None,
 ) -> Iterator[Fetched]:
-    """The content of every wanted chunk, in an order that suits the packs."""
-    pending: _Batch | None = None
-    for groups in _batches(_grouped(wanted)):
-        following = _Batch(packs, groups, count)
-        if pending is not None:
-            yield from pending.decode(executor)
-        pending = following
-    if pending is not None:
-        yield from pending.decode(executor)
+    """The content of every wanted chunk, in an order that suits the packs.
+
+    Args:
+        packs: Folder of the records.
+        wanted: The chunks.
+        executor: Decodes.
+        count: Is told what is read.
+        into: Called on the pool's threads. What it gives for a chunk whose content is
+            not handed out holds anything afterwards.
+        seeds: What need not be read; called on the pool's threads.
+    """
+    pace = _LOCAL if packs.is_local else _REMOTE
+    under_way: collections.deque[list[_Decoding]] = collections.deque()
+    for groups in _batches(_grouped(wanted, seeds or {}), pace):
+        under_way.append(_begin(packs, groups, pace, count, executor, into))
+        if len(under_way) == pace.batches:
+            yield from _results(under_way.popleft())
+    while under_way:
+        yield from _results(under_way.popleft())
+
+
+_Decoding = concurrent.futures.Future[list[Fetched]]
+
+
+def _begin(
+    packs: Folder,
+    groups: Sequence[_Group],
+    pace: _Pace,
+    count: ReadCount,
+    executor: Pool,
+    into: Into,
+) -> list[_Decoding]:
+    read = _read(packs, groups, pace, count)
+    return [
+        executor.submit(_decode_groups, task, read, into) for task in _tasks(groups)
+    ]
+
+
+def _results(batch: list[_Decoding]) -> Iterator[Fetched]:
+    batch.reverse()
+    while batch:
+        # Contents that nobody holds on to go at once, not with their batch.
+        yield from batch.pop().result()
+
+
+def _read(
+    packs: Folder, groups: Iterable[_Group], pace: _Pace, count: ReadCount
+) -> Records:
+    refs = {ref for group in groups for ref in group.refs if ref.pack}
+    return Records(packs, refs, most_bytes=pace.join_bytes, count=count)
+
+
+def read_ahead(
+    packs: Folder, requests: Iterable[Request], refs: Iterable[Ref], count: ReadCount
+) -> Records:
+    """Begin to read chunks, and other pieces of packs; `content` decodes the former."""
+    pace = _LOCAL if packs.is_local else _REMOTE
+    listed = (ref for request in requests for ref in request.row.refs if ref.pack)
+    return Records(packs, {*listed, *refs}, most_bytes=pace.join_bytes, count=count)
+
+
+def content(request: Request, read: Records) -> Bytes:
+    """The content of one chunk whose records are on their way.
+
+    Raises:
+        CorruptionError: It is damaged or missing.
+        StorageError: The store failed.
+    """
+    (fetched,) = _decode_groups(_grouped([request], {}), read, _nowhere)
+    if fetched.content is None:
+        raise fetched.error or CorruptionError(f"{request.where} has no content")
+    return fetched.content
 
 
 def read_one(packs: Folder, request: Request) -> Bytes:
@@ -99,226 +225,155 @@ def read_one(packs: Folder, request: Request) -> Bytes:
         CorruptionError: It is damaged or missing.
         StorageError: The store failed.
     """
-    (fetched,) = _Batch(packs, [[request]], ReadCount()).decode_here()
-    if fetched.content is None:
-        raise fetched.error or CorruptionError(f"{request.where} has no content")
-    return fetched.content
+    return content(request, read_ahead(packs, [request], (), ReadCount()))
 
 
-def _grouped(wanted: Iterable[Request]) -> list[_Group]:
+def _grouped(wanted: Iterable[Request], seeds: Seeds) -> list[_Group]:
     """Requests that share a list together, in order of their first record."""
-    groups: dict[tuple[Ref, ...], list[Request]] = {}
+    groups: dict[ListKey, list[Request]] = {}
     for request in wanted:
-        groups.setdefault(request.row.refs, []).append(request)
-    return sorted(groups.values(), key=_position)
+        groups.setdefault(list_key(request), []).append(request)
+    made = []
+    for (refs, source_bytes), requests in groups.items():
+        skip = _known(refs, source_bytes, seeds)
+        seed = seeds[refs[:skip], source_bytes] if skip else None
+        made.append(_Group(requests, source_bytes, seed, skip))
+    return sorted(made, key=_position)
+
+
+def _known(refs: tuple[Ref, ...], source_bytes: int, seeds: Seeds) -> int:
+    """How many of the first records of a list make what is at hand."""
+    if not seeds:
+        return 0
+    lengths = range(len(refs), 0, -1)
+    return next((n for n in lengths if (refs[:n], source_bytes) in seeds), 0)
 
 
 def _position(group: _Group) -> tuple[str, int, int, chunks.Box]:
-    row = group[0].row
-    return row.refs[0].pack, row.refs[0].offset, row.leaf, row.box
+    row = group.requests[0].row
+    first = (group.refs or row.refs)[0]
+    return first.pack, first.offset, row.leaf, row.box
 
 
-def _batches(groups: Iterable[_Group]) -> Iterator[list[_Group]]:
+def _batches(groups: Iterable[_Group], pace: _Pace) -> Iterator[list[_Group]]:
     batch: list[_Group] = []
     stored = content = 0
     for group in groups:
         batch.append(group)
-        stored += group[0].row.stored_bytes
-        content += sum(request.content_bytes for request in group)
-        if stored >= _BATCH_BYTES or content >= _BATCH_CONTENT_BYTES:
+        stored += sum(ref.length for ref in group.refs)
+        content += group.content_bytes
+        if stored >= pace.stored_bytes or content >= pace.content_bytes:
             yield batch
             batch, stored, content = [], 0, 0
     if batch:
         yield batch
 
 
-class _Batch:
-    """Groups whose reads are on their way."""
+def _tasks(groups: Iterable[_Group]) -> Iterator[list[_Group]]:
+    """Groups that are decoded together, because they are little."""
+    task: list[_Group] = []
+    content = 0
+    for group in groups:
+        task.append(group)
+        content += group.content_bytes
+        if content >= _TASK_BYTES:
+            yield task
+            task, content = [], 0
+    if task:
+        yield task
 
-    def __init__(
-        self, packs: Folder, groups: Sequence[_Group], count: ReadCount
-    ) -> None:
-        self._groups = groups
-        self._packs = packs
-        refs = {ref for group in groups for ref in group[0].row.refs if ref.pack}
-        self._reads: list[tuple[Pending, _Range, Sequence[Ref]]] = []
-        self._range_of: dict[Ref, _Range] = {}
-        for span, members in _joined(refs):
-            read = packs.start_read(span.pack, span.start, span.stop - span.start)
-            self._reads.append((read, span, members))
-            self._range_of.update(dict.fromkeys(members, span))
-            count.requests += 1
-            count.bytes += span.stop - span.start
-        self._data: dict[_Range, memoryview | Unreadable] = {}
 
-    def decode(self, executor: Pool) -> Iterator[Fetched]:
-        self._await_reads()
-        for fetched in executor.map(self._decode_group, self._groups):
-            yield from fetched
+def _decode_groups(
+    groups: Iterable[_Group], read: Records, into: Into
+) -> list[Fetched]:
+    return [fetched for group in groups for fetched in _decode_group(group, read, into)]
 
-    def decode_here(self) -> Iterator[Fetched]:
-        self._await_reads()
-        for group in self._groups:
-            yield from self._decode_group(group)
 
-    def _await_reads(self) -> None:
-        for read, span, members in self._reads:
-            self._await(read, span, members)
-
-    def _await(self, read: Pending, span: _Range, members: Sequence[Ref]) -> None:
-        """Keep what a read gives; where it fails, find out which records it spoils.
-
-        A pack that is cut off, or a bad sector, is no reason to miss the records
-        beside it that were only read along.
-        """
-        data = _settle(read, span, self._packs.url)
-        self._data[span] = data
-        whole = isinstance(data, memoryview | _MissingPackError)
-        # Elsewhere a storage that fails has been asked many times, for minutes.
-        down = isinstance(data, StorageError) and "://" in self._packs.url
-        if whole or down or len(members) < 2:
-            return
-        middle = len(members) // 2
-        for half in (members[:middle], members[middle:]):
-            stop = max(ref.offset + ref.length for ref in half)
-            part = _Range(span.pack, half[0].offset, stop)
-            again = self._packs.start_read(part.pack, part.start, stop - part.start)
-            self._range_of.update(dict.fromkeys(half, part))
-            self._await(again, part, half)
-
-    def _decode_group(self, group: _Group) -> list[Fetched]:
-        sources: dict[int, Bytes] = {}
-
-        def source(request: Request) -> Bytes:
-            # One decoding serves all chunks that follow from the same records.
-            width = dtypes.source_bytes(request.row.rule, request.content_bytes)
-            if width not in sources:
-                sources[width] = self._source(request)
-            return sources[width]
-
-        return [_checked(request, source) for request in group]
-
-    def _source(self, request: Request) -> Bytes:
-        """What the list of a row decodes to."""
-        row, element = request.row, request.leaf.element
-        content_bytes = dtypes.source_bytes(row.rule, request.content_bytes)
-        word_bytes = dtypes.source_bytes(row.rule, element.word_bytes)
-        content: Bytes | None = None
-        for number, ref in enumerate(row.refs):
-            if ref.form is Form.CONSTANT:
-                content = codecs.decode(
-                    ref.form, ref.word, None, content_bytes, word_bytes
-                )
-                continue
-            try:
-                content = self._apply(ref, content, content_bytes, word_bytes)
-            except CorruptionError as error:
-                raise CorruptionError(
-                    f"record {number + 1} of {len(row.refs)} (pack {ref.pack}, offset "
-                    f"{ref.offset}): {error}"
-                ) from error
-        if content is None:
-            raise CorruptionError("the chunk lists no record")
-        return content
-
-    def _apply(
-        self, ref: Ref, base: Bytes | None, content_bytes: int, word_bytes: int
-    ) -> Bytes:
-        span = self._range_of[ref]
-        data = self._data[span]
-        if isinstance(data, CorruptionError | StorageError):
-            raise data
-        start = ref.offset - span.start
-        record = records.parse_record(data[start : start + ref.length])
-        found = (record.form, record.content_bytes, record.word_bytes)
-        if found != (ref.form, content_bytes, word_bytes):
-            raise CorruptionError(
-                f"the record is (form, content bytes, word bytes) {found}; the row "
-                f"expects {(ref.form, content_bytes, word_bytes)}"
-            )
-        return codecs.decode(
-            record.form, record.payload, base, content_bytes, word_bytes
+def _decode_group(group: _Group, read: Records, into: Into) -> Iterator[Fetched]:
+    """The chunks of one list, of which the first is decoded where it belongs."""
+    source: Bytes | None = None
+    for request in group.requests:
+        try:
+            out = into(request)
+            if source is None:
+                direct = out if request.row.rule is dtypes.Rule.NONE else None
+                source = _source(group, read, direct)
+            content = _checked(request, source)
+        except MemoryError as error:
+            raise OutOfMemoryError(
+                f"{request.where}: there is no room to decode its "
+                f"{request.content_bytes} bytes"
+            ) from error
+        except (CorruptionError, StorageError) as error:
+            named = type(error)(f"{request.where}: {error}")
+            yield Fetched(request=request, content=None, error=named)
+            continue
+        if out is not None and out is not content:
+            np.copyto(out, content)
+            content = out
+        yield Fetched(
+            request=request, content=content, error=None, placed=out is not None
         )
 
 
-def _checked(request: Request, source: Callable[[Request], Bytes]) -> Fetched:
+def _checked(request: Request, source: Bytes) -> Bytes:
+    """The content of a chunk, from what its list decodes to."""
     row = request.row
-    try:
-        content: Bytes | None = source(request)
-        if row.rule is not dtypes.Rule.NONE and content is not None:
-            content = dtypes.derive(row.rule, content)
-        if content is None:
-            raise CorruptionError("its source holds a NaN that no cast is defined for")
-        found = records.digest(content)
-        if found != row.digest:
+    content: Bytes | None = source
+    if row.rule is not dtypes.Rule.NONE:
+        content = dtypes.derive(row.rule, source)
+    if content is None:
+        raise CorruptionError("its source holds a NaN that no cast is defined for")
+    found = records.digest(content)
+    if found != row.digest:
+        raise CorruptionError(
+            f"its content has digest {found.hex()}; expected {row.digest.hex()}"
+        )
+    return content
+
+
+def _source(group: _Group, read: Records, out: Bytes | None) -> Bytes:
+    """What the list of a group decodes to, in `out` where that is given."""
+    request = group.requests[0]
+    word_bytes = dtypes.source_bytes(request.row.rule, request.leaf.element.word_bytes)
+    content = group.seed() if group.seed else None
+    own = out
+    for number, ref in enumerate(group.refs, group.skip + 1):
+        try:
+            content = _apply(ref, read, content, group.source_bytes, word_bytes, own)
+        except CorruptionError as error:
+            if ref.form is Form.CONSTANT:
+                raise
             raise CorruptionError(
-                f"its content has digest {found.hex()}; expected {row.digest.hex()}"
-            )
-    except MemoryError as error:
-        raise OutOfMemoryError(
-            f"{request.where}: there is no room to decode its {request.content_bytes} "
-            "bytes"
-        ) from error
-    except (CorruptionError, StorageError) as error:
-        named = type(error)(f"{request.where}: {error}")
-        return Fetched(request=request, content=None, error=named)
-    return Fetched(request=request, content=content, error=None)
+                f"record {number} of {len(request.row.refs)} (pack {ref.pack}, offset "
+                f"{ref.offset}): {error}"
+            ) from error
+        own = content  # what a record has made the next one may change
+    if content is None:
+        raise CorruptionError("the chunk lists no record")
+    if out is None or out is content:
+        return content
+    np.copyto(out, content)
+    return out
 
 
-def _joined(refs: Iterable[Ref]) -> Iterator[tuple[_Range, list[Ref]]]:
-    """Ranges to read, each with the records inside it."""
-    members: list[Ref] = []
-    start = stop = spare = 0
-    for ref in sorted(refs, key=lambda ref: (ref.pack, ref.offset, ref.length)):
-        end = ref.offset + ref.length
-        gap = ref.offset - stop
-        # What is read between records stays below a quarter of what is wanted.
-        fits = (
-            members
-            and ref.pack == members[0].pack
-            and gap <= min(_JOIN_GAP_BYTES, spare + ref.length // 4)
-            and max(stop, end) - start <= _JOIN_MAX_BYTES
+def _apply(
+    ref: Ref,
+    read: Records,
+    base: Bytes | None,
+    content_bytes: int,
+    word_bytes: int,
+    out: Bytes | None,
+) -> Bytes:
+    if ref.form is Form.CONSTANT:
+        return codecs.decode(ref.form, ref.word, None, content_bytes, word_bytes, out)
+    record = records.parse_record(read.get(ref))
+    found = (record.form, record.content_bytes, record.word_bytes)
+    if found != (ref.form, content_bytes, word_bytes):
+        raise CorruptionError(
+            f"the record is (form, content bytes, word bytes) {found}; the row "
+            f"expects {(ref.form, content_bytes, word_bytes)}"
         )
-        if members and not fits:
-            yield _Range(members[0].pack, start, stop), members
-            members = []
-        if not members:
-            start, stop, spare, gap = ref.offset, end, 0, 0
-        members.append(ref)
-        stop = max(stop, end)
-        spare += ref.length // 4 - max(gap, 0)
-    if members:
-        yield _Range(members[0].pack, start, stop), members
-
-
-def _settle(read: Pending, span: _Range, url: str) -> memoryview | Unreadable:
-    """The bytes of a range; what is wrong is kept for the chunks that need them."""
-    try:
-        got = read.result()
-    except StorageError as error:
-        # TensorStore says that a range lies past the end of a file in words only.
-        if "OUT_OF_RANGE" in str(error):
-            return CorruptionError(
-                f"the pack {url}{span.pack} ends before byte {span.stop}"
-            )
-        return error  # a bad sector spoils one pack, not the others
-    if got.state != "value":
-        return _MissingPackError(f"the pack {url}{span.pack} is missing")
-    if len(got.value) != span.stop - span.start:
-        return CorruptionError(
-            f"the pack {url}{span.pack} gave {len(got.value)} bytes at {span.start}; "
-            f"expected {span.stop - span.start}"
-        )
-    return memoryview(got.value)
-
-
-def place(
-    content: Bytes, request: Request, region: chunks.Box, out: np.ndarray
-) -> None:
-    """Copy the part of a chunk that lies in `region` into `out`, which holds it."""
-    box = request.row.box
-    common = chunks.intersect(box, region)
-    if common is None:
-        return
-    array = request.leaf.element.from_content(content, chunks.box_shape(box))
-    out[chunks.slices(common, region)] = array[chunks.slices(common, box)]
+    return codecs.decode(
+        record.form, record.payload, base, content_bytes, word_bytes, out
+    )

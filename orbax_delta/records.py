@@ -29,9 +29,13 @@ _VERSION_HEAD = struct.Struct("<8sH")
 _INDEX_ENTRY = struct.Struct("<II")
 _PACK_TAIL = struct.Struct("<II16s8s")
 
+RECORD_HEAD_BYTES = _RECORD_HEAD.size
 RECORD_OVERHEAD_BYTES = _RECORD_HEAD.size + _CHECKSUM.size
 
 DIGEST_BYTES = 16
+
+Pieces = tuple[bytes | memoryview, ...]
+"""An encoded record, to be joined once: in its pack."""
 
 
 def digest(content: Bytes | bytes | memoryview) -> bytes:
@@ -65,6 +69,10 @@ class Record:
 
     def encode(self) -> bytes:
         """Header, payload and checksum."""
+        return b"".join(self.pieces())
+
+    def pieces(self) -> Pieces:
+        """What `encode` gives, with the payload as it is and not copied."""
         head = _RECORD_HEAD.pack(
             RECORD_MAGIC,
             self.form,
@@ -74,8 +82,9 @@ class Record:
             len(self.payload),
             self.content_digest,
         )
-        body = head + bytes(self.payload)
-        return body + _CHECKSUM.pack(checksum(body))
+        total = xxhash.xxh3_64(head)
+        total.update(self.payload)
+        return head, self.payload, _CHECKSUM.pack(total.intdigest())
 
 
 def parse_record(data: memoryview) -> Record:
@@ -122,12 +131,32 @@ def parse_record(data: memoryview) -> Record:
     )
 
 
+def content_digest(head: memoryview) -> bytes:
+    """Digest of the content that a record yields, by its header alone.
+
+    No checksum covers a header by itself, so it is good for comparing with content and
+    for nothing else.
+
+    Raises:
+        CorruptionError: It is not the header of a record.
+    """
+    if len(head) < _RECORD_HEAD.size or bytes(head[:4]) != RECORD_MAGIC:
+        raise CorruptionError(
+            f"a record begins with {bytes(head[:4])!r}, {len(head)} bytes are there; "
+            f"expected {RECORD_MAGIC!r} and {_RECORD_HEAD.size}"
+        )
+    found: bytes = _RECORD_HEAD.unpack_from(head)[-1]
+    return found
+
+
 class PackBuilder:
     """Collects records into the bytes of one pack."""
 
     def __init__(self, attempt: bytes, number: int) -> None:
         self.number = number
-        self._chunks = [_PACK_HEAD.pack(PACK_MAGIC, FORMAT_VERSION, 0, number, attempt)]
+        head = _PACK_HEAD.pack(PACK_MAGIC, FORMAT_VERSION, 0, number, attempt)
+        self._pieces: list[bytes | memoryview] = [head]
+        self._last: Pieces = ()
         self._spans: list[tuple[int, int]] = []
         self._size = _PACK_HEAD.size
 
@@ -141,28 +170,22 @@ class PackBuilder:
         """Records so far."""
         return len(self._spans)
 
-    def add(self, record: bytes) -> tuple[int, int]:
+    def add(self, record: Pieces) -> tuple[int, int]:
         """Append an encoded record; returns its offset and length."""
-        span = (self._size, len(record))
-        self._chunks.append(record)
+        span = (self._size, sum(map(len, record)))
+        self._pieces += record
         self._spans.append(span)
-        self._size += len(record)
+        self._size += span[1]
+        self._last = record
         return span
 
-    def finish(self) -> bytes:
+    def finish(self) -> Pieces:
         """The whole pack; its last record has been parsed back from these bytes."""
         index = b"".join(_INDEX_ENTRY.pack(*span) for span in self._spans)
-        head = self._chunks[0]
-        self._chunks.append(index)
-        self._chunks.append(
-            _PACK_TAIL.pack(
-                len(self._spans), len(index), digest(head + index), PACK_END_MAGIC
-            )
-        )
-        pack = b"".join(self._chunks)
-        offset, length = self._spans[-1]
-        parse_record(memoryview(pack)[offset : offset + length])
-        return pack
+        signed = digest(b"".join((self._pieces[0], index)))
+        tail = _PACK_TAIL.pack(len(self._spans), len(index), signed, PACK_END_MAGIC)
+        parse_record(memoryview(b"".join(self._last)))
+        return (*self._pieces, index, tail)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

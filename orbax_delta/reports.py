@@ -38,7 +38,13 @@ class SaveReport:
         copies: This state and those kept in the store, as many as share no pack: the
             loss of a file harms one of them.
         copies_wanted: As many as `keep_bases` asks for.
-        stage_seconds: Time by stage of the background work.
+        copied_bytes: Of device arrays, brought to the host to be looked at; 0 in the
+            reports of steps that were saved before it was counted.
+        held_bytes: Host memory that copies take after this save, for the next one to
+            build on (option `base`).
+        stage_seconds: Time by stage of the background work: `wait` for Orbax's folder
+            and the save before, `begin` (store, pin), `compare`, `code`, `write`
+            (packs), `part`. With `blocking_seconds` they add up to `total_seconds`.
         blocking_seconds: Time that `save()` kept the caller.
         total_seconds: From the call to just before the MANIFEST was written.
     """
@@ -62,6 +68,8 @@ class SaveReport:
     stage_seconds: Mapping[str, float]
     blocking_seconds: float
     total_seconds: float
+    copied_bytes: int = 0
+    held_bytes: int = 0
 
     @property
     def times_smaller(self) -> float:
@@ -134,6 +142,13 @@ class SaveReport:
             FormatError: Fields are missing, or what they hold is no text, size or time.
         """
         kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+        # What the first version did not report has a default.
+        defaults = {
+            field.name: field.default
+            for field in dataclasses.fields(cls)
+            if field.default is not dataclasses.MISSING
+        }
+        document = {**defaults, **document}
         wrong = [
             name
             for name, kind in kinds.items()
@@ -156,6 +171,8 @@ _SUMMED = (
     "elements_changed",
     "blocks",
     "blocks_changed",
+    "held_bytes",
+    "copied_bytes",
 )
 
 
@@ -185,13 +202,15 @@ class RestoreReport:
         step: Name of the step.
         item: Name of the item.
         restored_bytes: Raw size of the chunks that were wanted.
+        reused_bytes: Of these, what was taken from the live tree as it was.
         read_bytes: Bytes read from packs.
         read_requests: Ranged reads made.
-        chunks: Chunks decoded.
+        records_read: Records decoded.
+        chunks: Chunks that were wanted.
         chunks_in_step: Chunks that the step has.
-        chunks_healed: Damaged ones among those decoded, whose content other records of
-            the root held.
-        records_per_chunk_mean: Mean length of the lists that were read.
+        chunks_reused: Chunks that were taken from the live tree as they were.
+        chunks_healed: Damaged ones, whose content other records of the root held.
+        records_per_chunk_mean: Mean length of the lists of the wanted chunks.
         records_per_chunk_max: Length of the longest one.
         total_seconds: From the call to the finished tree.
     """
@@ -199,10 +218,13 @@ class RestoreReport:
     step: str
     item: str
     restored_bytes: int
+    reused_bytes: int
     read_bytes: int
     read_requests: int
+    records_read: int
     chunks: int
     chunks_in_step: int
+    chunks_reused: int
     chunks_healed: int
     records_per_chunk_mean: float
     records_per_chunk_max: int
@@ -215,11 +237,12 @@ class RestoreReport:
 
     def line(self) -> str:
         """The report in one line."""
+        live = f", {self.chunks_reused} of them live" if self.chunks_reused else ""
         return (
             f"restored step {self.step} ({self.item}): "
             f"{human_bytes(self.restored_bytes)} from {human_bytes(self.read_bytes)} "
             f"in {self.read_requests} reads; {self.chunks} of {self.chunks_in_step} "
-            "chunks, "
+            f"chunks{live}, "
             f"{self.records_per_chunk_mean:.2f} records each (at most "
             f"{self.records_per_chunk_max}); {self.total_seconds:.2f} s, "
             f"{self.gigabytes_per_second:.2f} GB/s"

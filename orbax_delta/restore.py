@@ -2,10 +2,9 @@
 
 Read the MANIFEST, match target and stored leaves, read the rows, fetch only the chunks
 that lie in wanted regions, and make each leaf as soon as its last chunk is there. What
-is damaged is looked for in other lists of records.
+a live tree has is not read; what is damaged is looked for in other lists of records.
 """
 
-import collections
 import contextlib
 import dataclasses
 import logging
@@ -18,15 +17,16 @@ import jax.tree_util as jtu
 
 from orbax_delta import assemble, chunks, healing, reader, steps, trees
 from orbax_delta.assemble import LeafPlan
-from orbax_delta.background import pool
+from orbax_delta.background import Pool, ordered_map, pool
 from orbax_delta.base import Base
-from orbax_delta.codecs import Bytes
 from orbax_delta.errors import (
     CorruptionError,
     FormatError,
     OutOfMemoryError,
     StructureError,
 )
+from orbax_delta.filling import Filling
+from orbax_delta.live import Live, Survey
 from orbax_delta.manifests import LeafEntry, Manifest, path_name
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
@@ -74,8 +74,19 @@ def _named(place: Place) -> Iterator[None]:
         raise type(error)(f"{place.label}: {error}") from error
 
 
-def run(place: Place, target: Target | None, settings: DeltaOptions) -> Restored:
+def run(
+    place: Place,
+    target: Target | None,
+    settings: DeltaOptions,
+    live: Live | None = None,
+) -> Restored:
     """Restore one item of one step.
+
+    Args:
+        place: The item of the step.
+        target: What to make of it; None: everything as it was saved.
+        settings: Options in force.
+        live: What need not be read, where its digests say so.
 
     Raises:
         NotFoundError: There is no MANIFEST, or its store is gone.
@@ -86,10 +97,12 @@ def run(place: Place, target: Target | None, settings: DeltaOptions) -> Restored
         StorageError: The storage did not give something; nothing is returned.
     """
     with _named(place):
-        return _run(place, target, settings)
+        return _run(place, target, settings, live)
 
 
-def _run(place: Place, target: Target | None, settings: DeltaOptions) -> Restored:
+def _run(
+    place: Place, target: Target | None, settings: DeltaOptions, live: Live | None
+) -> Restored:
     started = time.perf_counter()
     step = steps.open_step(place)
     moved: list[str] = []
@@ -98,10 +111,18 @@ def _run(place: Place, target: Target | None, settings: DeltaOptions) -> Restore
         for entry, wanted in _matched(step.manifest, target, place)
     ]
     _warn_moved(moved, place)
-    wanted_rows = _wanted_rows(step, plans)
-    count = reader.ReadCount()
-    values, healed = _fill(step, plans, wanted_rows, count, settings)
-    report = _report(step, wanted_rows, count, healed, started)
+    wanted = _wanted_rows(step, plans)
+    filling = Filling(plans, wanted)
+    with pool(settings.worker_count) as executor:
+        survey = Survey(live, wanted, executor) if live else None
+        window = 2 * settings.worker_count
+        reused = _reuse(filling, survey, executor, window) if survey else []
+        taken = set(map(id, reused))
+        rest = [request for request in wanted if id(request) not in taken]
+        count = reader.ReadCount()
+        healed = _read(step, filling, rest, survey, count, executor)
+    values = filling.values
+    report = _report(step, wanted, reused, count, healed, started)
     _logger.info("%s", report.line())
     if target is None:
         paths = [leaf.path for leaf in step.manifest.leaves]
@@ -175,86 +196,104 @@ def _wanted_rows(step: Step, plans: Sequence[LeafPlan]) -> list[reader.Request]:
     """The chunks that overlap a wanted region."""
     regions = {plan.entry.path: list(plan.buffers) for plan in plans}
     leaves = step.manifest.leaves
+    of_leaf = [regions.get(leaf.path, []) for leaf in leaves]
+    whole = [
+        any(chunks.contains(region, chunks.whole(leaf.shape)) for region in found)
+        for leaf, found in zip(leaves, of_leaf, strict=True)
+    ]
     return [
         reader.Request(leaf=leaves[row.leaf], row=row)
         for row in step.rows
-        if any(
+        if whole[row.leaf]
+        or any(
             chunks.intersect(row.box, region) is not None
-            for region in regions.get(leaves[row.leaf].path, ())
+            for region in of_leaf[row.leaf]
         )
     ]
 
 
-def _fill(
-    step: Step,
-    plans: Sequence[LeafPlan],
-    wanted_rows: Sequence[reader.Request],
-    count: reader.ReadCount,
-    settings: DeltaOptions,
-) -> tuple[list[Any], list[reader.Request]]:
-    """Read what is wanted and make each leaf; also which chunks were healed."""
-    filling = _Filling(plans, wanted_rows)
-    failing = []
-    with pool(settings.worker_count) as executor:
-        for got in reader.fetch(
-            step.packs, wanted_rows, executor=executor, count=count
-        ):
-            if got.content is None:
-                failing.append(got)
-            else:
-                filling.put(got.request, got.content)
-    if failing:
-        found = healing.heal(step, failing)
-        for got in failing:
-            filling.put(got.request, found[healing.wanted(got.request)].read())
-    return filling.values, [got.request for got in failing]
+def _reuse(
+    filling: Filling, survey: Survey, executor: Pool, window: int
+) -> Sequence[reader.Request]:
+    """Take what is at hand: whole arrays as they are, of others the chunks.
 
-
-class _Filling:
-    """Leaves of the result, each made when its last chunk has come.
-
-    Attributes:
-        values: What is made of each plan, in order.
+    At most `window` chunks are copied ahead of what is filled.
     """
+    by_leaf: dict[trees.Path, list[reader.Request]] = {}
+    for request in survey.same:
+        by_leaf.setdefault(request.leaf.path, []).append(request)
+    reused: list[reader.Request] = []
+    parts: list[reader.Request] = []
+    for path, requests in by_leaf.items():
+        value = survey.value(path)
+        complete = filling.missing(path) == len(requests)
+        if complete and filling.plan(path).is_made(value):
+            filling.replace(path, value)
+            reused += requests
+        else:
+            parts += requests
+    copies = ordered_map(executor, survey.content, parts, window=window)
+    for request, content in zip(parts, copies, strict=True):
+        if content is not None:
+            filling.put(request, content)
+            reused.append(request)
+    return reused
 
-    def __init__(
-        self, plans: Sequence[LeafPlan], wanted_rows: Sequence[reader.Request]
-    ) -> None:
-        self._plans = plans
-        self._position = {plan.entry.path: index for index, plan in enumerate(plans)}
-        self._missing = collections.Counter(r.leaf.path for r in wanted_rows)
-        self.values: list[Any] = [
-            None if self._missing[plan.entry.path] else plan.finish() for plan in plans
-        ]
 
-    def put(self, request: reader.Request, content: Bytes) -> None:
-        """A chunk has come."""
-        path = request.leaf.path
-        plan = self._plans[self._position[path]]
-        for region, buffer in plan.buffers.items():
-            reader.place(content, request, region, buffer)
-        self._missing[path] -= 1
-        if not self._missing[path]:
-            self.values[self._position[path]] = plan.finish()
-            plan.buffers = {}
+def _read(
+    step: Step,
+    filling: Filling,
+    wanted: Sequence[reader.Request],
+    survey: Survey | None,
+    count: reader.ReadCount,
+    executor: Pool,
+) -> list[reader.Request]:
+    """Read chunks and make each leaf; returns those that had to be healed."""
+    failing = list(wanted)
+    # With what is at hand first; where that has changed meanwhile, without it.
+    for seeds in (survey.seeds, None) if survey else (None,):
+        fetched = reader.fetch(
+            step.packs,
+            failing,
+            executor=executor,
+            count=count,
+            into=filling.window,
+            seeds=seeds,
+        )
+        damaged = []
+        for got in fetched:
+            if got.content is None:
+                damaged.append(got)
+            else:
+                filling.put(got.request, got.content, placed=got.placed)
+        failing = [got.request for got in damaged]
+    if damaged:
+        found = healing.heal(step, damaged)
+        for request in failing:
+            filling.put(request, found[healing.wanted(request)].read())
+    return failing
 
 
 def _report(
     step: Step,
-    wanted_rows: Sequence[reader.Request],
+    wanted: Sequence[reader.Request],
+    reused: Sequence[reader.Request],
     count: reader.ReadCount,
     healed: Sequence[reader.Request],
     started: float,
 ) -> RestoreReport:
-    mean, longest = chain_lengths([len(r.row.refs) for r in wanted_rows])
+    mean, longest = chain_lengths([len(r.row.refs) for r in wanted])
     return RestoreReport(
         step=step.place.step_name,
         item=step.place.item,
-        restored_bytes=sum(request.content_bytes for request in wanted_rows),
+        restored_bytes=sum(request.content_bytes for request in wanted),
+        reused_bytes=sum(request.content_bytes for request in reused),
         read_bytes=count.bytes,
         read_requests=count.requests,
-        chunks=len(wanted_rows),
+        records_read=count.records,
+        chunks=len(wanted),
         chunks_in_step=len(step.rows),
+        chunks_reused=len(reused),
         chunks_healed=len(healed),
         records_per_chunk_mean=mean,
         records_per_chunk_max=longest,

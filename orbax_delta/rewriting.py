@@ -121,7 +121,7 @@ def _put_records(
         store.packs,
         attempt=attempt,
         process=_PROCESS,
-        pack_bytes=DeltaOptions().pack_size(local=store.packs.is_local),
+        pack_bytes=DeltaOptions().pack_size(local=store.packs.is_local, state_bytes=0),
     )
     refs: dict[tuple[int, Box], Ref] = {}
     try:
@@ -151,7 +151,7 @@ def _put_record(writer: PackWriter, row: Row, content: Bytes, word_bytes: int) -
         content_digest=row.digest,
         payload=codecs.encode_full(content, word_bytes),
     ).encode()
-    pack, offset = writer.add(record)
+    pack, offset = writer.add((record,))
     return Ref(form=Form.PLANES, pack=pack, offset=offset, length=len(record))
 
 

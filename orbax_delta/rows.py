@@ -6,9 +6,10 @@ when all of those are known, because a derived chunk lists the records of its so
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
-from orbax_delta import codecs, coding
+from orbax_delta import codecs, coding, holding
 from orbax_delta.base import Entry
 from orbax_delta.changes import Finding, Status
 from orbax_delta.codecs import Form
@@ -16,20 +17,32 @@ from orbax_delta.dtypes import Rule
 from orbax_delta.options import DeltaOptions
 from orbax_delta.parts import Ref, Row
 
+MAX_AGE = 32_000
+
 
 class SaveRows:
     """Rows of a save as they become known, and what the report counts.
 
-    Attributes:
+    Args:
         findings: All chunks, in order.
+        options: Options in force.
+
+    Attributes:
+        findings: As given.
         entries: Their entries of the next base, in the same order, once filled in.
+        elements_changed: Of all records so far.
+        blocks_changed: Of all records so far.
+        read_bytes: Bytes read from the store for the save.
     """
 
-    def __init__(self, findings: Sequence[Finding]) -> None:
+    def __init__(self, findings: Sequence[Finding], options: DeltaOptions) -> None:
         self.findings = findings
+        self._options = options
         self.entries: list[Entry] = []
         self._coded: dict[int, Entry] = {}
         self._position = {id(finding): i for i, finding in enumerate(findings)}
+        sizes = (finding.chunk.content_bytes for finding in findings)
+        self._starts = list(itertools.accumulate(sizes, initial=0))
         self.chunks_by_form: collections.Counter[str] = collections.Counter()
         self.bytes_by_form: collections.Counter[str] = collections.Counter()
         self.elements_changed = 0
@@ -40,26 +53,53 @@ class SaveRows:
         """A record has found its place."""
         form = coded.form.name.lower()
         self.chunks_by_form[form] += 1
-        self.bytes_by_form[form] += len(coded.record)
+        self.bytes_by_form[form] += coded.record_bytes
         self.elements_changed += coded.changed_words
         self.blocks_changed += coded.changed_blocks
-        self.read_bytes += coded.read_bytes
-        self._coded[self._position[id(coded.finding)]] = Entry(
-            row=coded.row(pack, offset), content=coded.content
+        index = self._position[id(coded.finding)]
+        since, age = self._counters(coded, index)
+        self._coded[index] = Entry(
+            row=coded.row(pack, offset, since=since, age=age),
+            content=coded.content,
+            grace=coded.outlook.grace,
+            skip=coded.outlook.skip,
         )
 
-    def fill_in(self, options: DeltaOptions) -> None:
+    def _counters(self, coded: coding.Coded, index: int) -> tuple[int, int]:
+        """`since` and `age` of the row of a new record."""
+        stored = coded.finding.chunk.stored
+        if stored is None or stored.row.rule is not Rule.NONE:
+            return self._first_counters(index)
+        if coded.form.is_full:
+            return 0, 0
+        age = min(stored.row.age + 1, MAX_AGE)
+        return 0 if coded.composed else min(stored.row.since + 1, MAX_AGE), age
+
+    def _first_counters(self, index: int) -> tuple[int, int]:
+        """`since` and `age` of a chunk's first row, spread so that renewals are too.
+
+        Deltas become one at another save in each chunk, by a hash. Full records are
+        renewed in the order of the state, which is that of their packs: so a pack is
+        left behind as a whole, instead of living on for the last of its records.
+        """
+        every, spread = self._options.full_every, self.findings[index].chunk.spread
+        share = self._starts[index] / max(self._starts[-1], 1)
+        return spread % every if every else 0, -int(share * self._options.refresh_every)
+
+    def fill_in(self) -> None:
         """Rows of the chunks that needed no record."""
         settled = [
-            self._coded.get(index) or self._settled(finding, options)
+            self._coded.get(index) or self._settled(finding, index)
             for index, finding in enumerate(self.findings)
         ]
         self.entries = [
-            entry or self._derived(finding, settled, options)
-            for entry, finding in zip(settled, self.findings, strict=True)
+            entry or self._derived(finding, settled, index)
+            for index, (entry, finding) in enumerate(
+                zip(settled, self.findings, strict=True)
+            )
         ]
 
-    def _settled(self, finding: Finding, options: DeltaOptions) -> Entry | None:
+    def _settled(self, finding: Finding, index: int) -> Entry | None:
         chunk = finding.chunk
         if finding.status is Status.DERIVED:
             return None
@@ -67,10 +107,10 @@ class SaveRows:
         if finding.status is Status.SAME and chunk.stored is not None:
             row = chunk.stored.row
             aged = dataclasses.replace(
-                row, leaf=chunk.leaf_index, age=min(row.age + 1, coding.MAX_AGE)
+                row, leaf=chunk.leaf_index, age=min(row.age + 1, MAX_AGE)
             )
-            return Entry(row=aged, content=chunk.stored.content)
-        since, age = coding.first_counters(chunk.spread, options)
+            return holding.unchanged(chunk.stored, aged, self._options)
+        since, age = self._first_counters(index)
         self._count_whole(finding)
         refs = finding.refs or (Ref(form=Form.CONSTANT, word=finding.word),)
         return Entry(row=_row(finding, Rule.NONE, refs, since, age), content=None)
@@ -79,7 +119,7 @@ class SaveRows:
         self,
         finding: Finding,
         settled: Sequence[Entry | None],
-        options: DeltaOptions,
+        index: int,
     ) -> Entry:
         self.chunks_by_form[finding.status.value] += 1
         stored = finding.chunk.stored
@@ -90,7 +130,7 @@ class SaveRows:
             raise AssertionError("a derived chunk follows from one that is not derived")
         # A copy shares the records of its source, and its cast if that has one.
         rule = finding.rule or source.row.rule
-        since, age = coding.first_counters(finding.chunk.spread, options)
+        since, age = self._first_counters(index)
         return Entry(row=_row(finding, rule, source.row.refs, since, age), content=None)
 
     def _count_whole(self, finding: Finding) -> None:

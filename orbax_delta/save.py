@@ -13,7 +13,7 @@ import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
-from orbax_delta import agreement, registry, upkeep
+from orbax_delta import agreement, memory, registry, upkeep
 from orbax_delta.agreement import Announcement, Ballot
 from orbax_delta.background import Stopwatch
 from orbax_delta.base import Base
@@ -35,6 +35,7 @@ from orbax_delta.manifests import (
 )
 from orbax_delta.places import SELF_CONTAINED_PACKS
 from orbax_delta.reports import SaveReport
+from orbax_delta.selection import Digests
 from orbax_delta.share import ShareWriter
 from orbax_delta.store import DeltaStore, Folder
 from orbax_delta.upkeep import ItemState
@@ -57,22 +58,30 @@ def run(request: SaveRequest, state: ItemState) -> SaveReport:
         DisagreementError: The processes do not save the same; nothing of it counts.
         DeltaError: What another process failed with, of the class that it had there.
     """
+    watch = Stopwatch()
+    # Until Orbax has made the step's folder, and the save before this one is done.
+    watch.seconds["wait"] = request.waited_seconds()
     try:
         with request.round.spread_errors():
             if isinstance(request.taken, Exception):
                 raise request.taken
             if request.place.root_url is None:
                 # Nothing outside the step may be needed to read it: no store, all full.
-                return _attempt(request, request.taken, ItemState(), None).run()
+                alone = _attempt(request, request.taken, ItemState(), None, watch)
+                return alone.run()
             with state.lock:
-                return _run(request, request.taken, state)
+                watch.seconds["wait"] = request.waited_seconds()
+                return _run(request, request.taken, state, watch)
     finally:
         request.round.leave()
 
 
-def _run(request: SaveRequest, taken: Snapshot, state: ItemState) -> SaveReport:
-    store = _own_store(request, state) if request.round.job.primary else None
-    attempt = _attempt(request, taken, state, store)
+def _run(
+    request: SaveRequest, taken: Snapshot, state: ItemState, watch: Stopwatch
+) -> SaveReport:
+    with watch.stage("begin"):
+        store = _own_store(request, state) if request.round.job.primary else None
+        attempt = _attempt(request, taken, state, store, watch)
     seen, state.seen = state.seen, None
     report = attempt.run()
     store, manifest = attempt.store, attempt.manifest
@@ -101,7 +110,11 @@ def _own_store(request: SaveRequest, state: ItemState) -> DeltaStore:
 
 
 def _attempt(
-    request: SaveRequest, taken: Snapshot, state: ItemState, store: DeltaStore | None
+    request: SaveRequest,
+    taken: Snapshot,
+    state: ItemState,
+    store: DeltaStore | None,
+    watch: Stopwatch,
 ) -> "_Attempt":
     """An attempt that all processes begin alike, from the same stored state.
 
@@ -112,7 +125,7 @@ def _attempt(
     if agreed.job.alone:
         bits, _ = agreed.attempt({})
         state.store = store
-        return _Attempt(request, taken, state, store, bits)
+        return _Attempt(request, taken, state, store, bits, watch)
     own = Announcement.of(place, store, state.base, options, taken)
     bits, announced = agreed.attempt(dataclasses.asdict(own))
     if not agreed.job.primary:
@@ -126,7 +139,7 @@ def _attempt(
             # Leaves must be cut alike; without earlier rows all cut afresh.
             state.base = Base(store_uuid=primary.store_uuid)
     state.store = store
-    return _Attempt(request, taken, state, store, bits)
+    return _Attempt(request, taken, state, store, bits, watch)
 
 
 class _Attempt:
@@ -145,6 +158,7 @@ class _Attempt:
         state: ItemState,
         store: DeltaStore | None,
         bits: bytes,
+        watch: Stopwatch,
     ) -> None:
         self.id = bits
         self.round = request.round
@@ -156,7 +170,7 @@ class _Attempt:
         self.store = store
         self.item = Folder(request.place.item_url)
         self.packs = store.packs if store else self.item.child(SELF_CONTAINED_PACKS)
-        self.watch = Stopwatch()
+        self.watch = watch
         self.let_go: set[str] = set()
         self.kin = Kin(self.packs, ())
         self.manifest: Manifest | None = None
@@ -164,7 +178,10 @@ class _Attempt:
 
     def run(self) -> SaveReport:
         """The whole save."""
-        with self._pinned(), self._undone_on_failure():
+        with contextlib.ExitStack() as around:
+            with self.watch.stage("begin"):
+                around.enter_context(self._pinned())
+            around.enter_context(self._undone_on_failure())
             share = ShareWriter(
                 request=self.request,
                 taken=self.taken,
@@ -177,16 +194,22 @@ class _Attempt:
                 watch=self.watch,
             ).write()
             self.let_go = self.let_go.difference(share.ballot.packs)
-            with self.watch.stage("manifest"):
-                report = self._agree(share.ballot)
+            report = self._agree(share.ballot)
         self.base.commit(
             share.stored,
             layouts=share.layouts,
+            pack_sizes=share.pack_sizes,
             store_uuid=self.store.uuid if self.store else "",
             predecessor={
                 "step": self.request.place.step_name,
                 "attempt": self.id.hex(),
             },
+        )
+        held, self.state.held = self.state.held, share.ballot.report.held_bytes
+        if held - self.state.held >= memory.WORTH_BYTES:
+            memory.give_back()
+        self.state.digests = Digests(
+            attempt=self.id.hex(), leaves=self.request.selection.proved_digests()
         )
         _logger.info("%s", report.line())
         return report

@@ -16,10 +16,12 @@ from orbax_delta import fallback, save, upkeep
 from orbax_delta.blocking import SaveRequest
 from orbax_delta.fallback import OnCorruption
 from orbax_delta.hosts import ALONE, Job, Round
+from orbax_delta.live import Live
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
 from orbax_delta.reports import SaveReport
 from orbax_delta.restore import Restored, Target
+from orbax_delta.selection import Stored
 from orbax_delta.upkeep import ItemState
 
 
@@ -61,6 +63,25 @@ class Sessions:
         self._lock = threading.Lock()
         self._process = os.getpid()
 
+    @contextlib.contextmanager
+    def known(self, place: Place) -> Iterator[Stored | None]:
+        """What a save that begins may rely on; none begins to write meanwhile.
+
+        None: nothing, because nothing is stored there, or by a save that is not done.
+        """
+        if place.root_url is None:
+            yield None
+            return
+        with self._using(place) as session:
+            state = session.state
+            if not state.lock.acquire(blocking=False):
+                yield None
+                return
+            try:
+                yield state.stored()
+            finally:
+                state.lock.release()
+
     def save(self, request: SaveRequest) -> SaveReport:
         """Write one step; on return it is durable and committed.
 
@@ -85,8 +106,11 @@ class Sessions:
         *,
         on_corruption: OnCorruption = "raise",
         job: Job = ALONE,
+        live: Live | None = None,
     ) -> Restored:
         """Restore an item of a step; what is stored of it is the next save's base.
+
+        What was stored last, or restored, is where `live` may come from.
 
         Raises:
             NotFoundError: The step, or the store it needs, is not there.
@@ -94,12 +118,18 @@ class Sessions:
             CorruptionError: Something stored is damaged past healing.
             DeltaError: What another process of `job` failed with.
         """
+        session = self._sessions.get(_key(place))
+        if live is not None and session is not None:
+            # A save may change it meanwhile. Then less of it is found, and nothing
+            # wrong: what rows say is held against what is live, and what comes of it
+            # against the rows of the step.
+            live = dataclasses.replace(live, known=session.state.base)
         result = fallback.run(
-            place, target, options, on_corruption=on_corruption, job=job
+            place, target, options, on_corruption=on_corruption, job=job, live=live
         )
         if place.root_url is not None and result.base.store_uuid:
-            with self._using(place) as session, session.state.lock:
-                session.state.base = result.base
+            with self._using(place) as used, used.state.lock:
+                used.state.base = result.base
         return result
 
     def confirm(self, place: Place, job: Job) -> None:
@@ -175,6 +205,7 @@ class Sessions:
             if held <= self._held_bytes:
                 break
             session.state.base.drop_contents()
+            session.state.digests = None
             held, session.held = held - session.held, 0
         gone = []
         for key in idle:

@@ -67,6 +67,7 @@ def layout(
     return Layout(holders=holders, name=name)
 
 
+@functools.lru_cache(maxsize=4096)
 def to_document(sharding: Sharding) -> Json:
     """JSON for a sharding; None for kinds that cannot be rebuilt from a document."""
     document = _document(sharding)

@@ -7,12 +7,34 @@ MANIFEST.
 import collections
 import contextlib
 import dataclasses
+import functools
+import itertools
 import time
 from collections.abc import Mapping, Sequence, Set
 
-from orbax_delta import changes, chunks, codecs, coding, parts, records
+from orbax_delta import (
+    changes,
+    chunks,
+    codecs,
+    coding,
+    device,
+    parts,
+    reader,
+    recall,
+    records,
+    renewal,
+    selection,
+    trust,
+)
 from orbax_delta.agreement import Ballot
-from orbax_delta.background import Pool, Stopwatch, ordered_map, pool
+from orbax_delta.background import (
+    Pool,
+    Stopwatch,
+    batches,
+    each,
+    ordered_map,
+    pool,
+)
 from orbax_delta.base import Base, Entry
 from orbax_delta.blocking import SaveRequest
 from orbax_delta.changes import Cut, Finding, Status
@@ -21,6 +43,7 @@ from orbax_delta.errors import DeltaError
 from orbax_delta.kin import Kin
 from orbax_delta.leaves import Snapshot
 from orbax_delta.manifests import LeafEntry, PartEntry
+from orbax_delta.options import DeltaOptions
 from orbax_delta.packs import PackWriter
 from orbax_delta.parts import Row
 from orbax_delta.reports import SaveReport, chain_lengths
@@ -28,6 +51,7 @@ from orbax_delta.rows import SaveRows
 from orbax_delta.store import Folder
 
 _BLOCK_BYTES = codecs.BLOCK_BYTES
+_LITTLE_OF_A_PACK = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +63,13 @@ class Share:
         stored: Every chunk that it holds, as the next base knows them: leaf, box, and
             its entry unless another process writes it.
         layouts: Name of the layout of each leaf, by name of the leaf.
+        pack_sizes: Bytes of packs that it refers to, as far as known.
     """
 
     ballot: Ballot
     stored: Sequence[tuple[LeafEntry, Box, Entry | None]]
     layouts: Mapping[str, str]
+    pack_sizes: Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +106,19 @@ class ShareWriter:
             DeltaError: Another process has given up.
         """
         with pool(self.request.options.worker_count) as executor:
-            cut, stored, written = self._store_chunks(executor)
+            # Beside the writing: the first save has most to do, and no other waits.
+            selected, where = self.request.selection, self.request.place.label
+            for_next = [
+                executor.submit(trust.prove, selected.proofs, where),
+                executor.submit(device.compile_all, selected.programs),
+            ]
+            cut, stored, sizes = self._store_chunks(executor)
+            for task in for_next:
+                task.result()
         rows = [entry.row for entry in stored.entries]
         with self.watch.stage("part"):
             part, packs = self._put_part(rows)
+        needed = set(packs)
         known = [
             (finding.chunk.leaf, finding.chunk.box, entry)
             for finding, entry in zip(stored.findings, stored.entries, strict=True)
@@ -92,28 +127,54 @@ class ShareWriter:
             ballot=Ballot(
                 part=part,
                 packs=packs,
-                report=self._report(stored, rows, written + part.length),
+                report=self._report(stored, rows, sum(sizes.values()) + part.length),
                 cover=chunks.cover((row.leaf, row.box) for row in rows),
             ),
             stored=[*known, *((leaf, box, None) for leaf, box in cut.others)],
             layouts={leaf.entry.name: leaf.layout.name for leaf in self.taken.leaves},
+            pack_sizes={
+                name: size
+                for name, size in {**self.base.pack_sizes, **sizes}.items()
+                if name in needed
+            },
         )
+
+    @property
+    def _options(self) -> DeltaOptions:
+        """Those in force; nothing builds on what lies outside the store."""
+        options = self.request.options
+        if self.request.place.root_url is None:
+            return dataclasses.replace(options, base="store")
+        return options
 
     @property
     def _process(self) -> int:
         return self.request.round.job.process
 
-    def _store_chunks(self, executor: Pool) -> tuple[Cut, SaveRows, int]:
-        """Compare, code and put every chunk that is this process's."""
-        options = self.request.options
+    def _store_chunks(self, executor: Pool) -> tuple[Cut, SaveRows, Mapping[str, int]]:
+        """Compare, code and put every chunk that is this process's.
+
+        Returns:
+            What it holds, what it has stored, and the sizes of the packs that it put.
+        """
+        options = self._options
         refresh_every = None if self.request.hurried else options.refresh_every
         with self.watch.stage("compare"):
             cut = changes.cut(
                 self.taken.leaves, self.base, options, process=self._process
             )
+            selected = self.request.selection
+            own = selection.complete(cut.own, selected, self.packs, executor)
             compared = changes.compare(
-                cut.own, refresh_every, executor, elsewhere=self.elsewhere
+                own,
+                refresh_every,
+                executor,
+                elsewhere=self.elsewhere,
+                moved=list
+                if self.request.hurried
+                else functools.partial(self._moved, executor),
             )
+            selection.audit(compared, selected, self.request.place.label)
             findings, read_bytes = self.kin.share(compared, options, executor)
         changed = [f for f in findings if f.status in (Status.CHANGED, Status.REFRESH)]
         for finding in changed:
@@ -122,13 +183,17 @@ class ShareWriter:
             self.packs,
             attempt=self.attempt,
             process=self._process,
-            pack_bytes=options.pack_size(local=self.packs.is_local),
+            pack_bytes=options.pack_size(
+                local=self.packs.is_local,
+                state_bytes=sum(chunk.content_bytes for chunk in cut.own),
+            ),
         )
-        stored = SaveRows(findings)
+        stored = SaveRows(findings, options)
         stored.read_bytes = read_bytes
         try:
             with self.watch.stage("code"):
                 self._put_records(changed, writer, stored, executor)
+            self.watch.move(writer.put_seconds, of="code", to="write")
             with self.watch.stage("write"):
                 writer.finish()
         except BaseException:
@@ -136,8 +201,18 @@ class ShareWriter:
             with contextlib.suppress(DeltaError):
                 writer.drain()
             raise
-        stored.fill_in(options)
-        return cut, stored, writer.written_bytes
+        with self.watch.stage("part"):
+            stored.fill_in()
+        return cut, stored, writer.sizes
+
+    def _moved(self, executor: Pool, findings: Sequence[Finding]) -> list[Finding]:
+        moved = renewal.moved(
+            findings,
+            self.base.pack_sizes,
+            own=f"-p{self._process}-",
+            elsewhere=self.elsewhere,
+        )
+        return selection.filled(moved, self.packs, executor)
 
     def _put_records(
         self,
@@ -146,25 +221,35 @@ class ShareWriter:
         stored: SaveRows,
         executor: Pool,
     ) -> None:
-        options = self.request.options
+        options = self._options
         new_bytes: collections.Counter[int] = collections.Counter()
         for finding in changed:
             new_bytes[finding.chunk.leaf_index] += finding.chunk.content_bytes
+        read = reader.ReadCount()
         coded = ordered_map(
             executor,
-            lambda finding: coding.code(finding, options=options, packs=self.packs),
-            changed,
+            each(functools.partial(coding.code, options=options)),
+            batches(
+                recall.ahead(
+                    changed, options, self.packs, read, hurried=self.request.hurried
+                ),
+                lambda task: task.finding.chunk.content_bytes,
+                least=changes.BATCH_BYTES,
+            ),
             window=4 * options.worker_count,
         )
         previous = -1
-        for result in coded:
+        for result in itertools.chain.from_iterable(coded):
             leaf = result.finding.chunk.leaf_index
             fills_packs = writer.pack_bytes <= max(new_bytes[leaf], new_bytes[previous])
             if leaf != previous and fills_packs:
-                writer.cut()
+                # Large leaves may have small records; packs of little cost a file each.
+                writer.cut(least=writer.pack_bytes // _LITTLE_OF_A_PACK)
             previous = leaf
             self.request.round.look()
-            stored.add(result, *writer.add(result.record))
+            lifetime = result.lifetime(options)
+            stored.add(result, *writer.add(result.record, lifetime))
+        stored.read_bytes += read.bytes
 
     def _put_part(self, rows: Sequence[Row]) -> tuple[PartEntry, list[str]]:
         packs = sorted({ref.pack for row in rows for ref in row.refs if ref.pack})
@@ -202,7 +287,13 @@ class ShareWriter:
             records_per_chunk_max=longest,
             copies=1,  # known once all have voted
             copies_wanted=request.options.keep_bases if request.place.root_url else 1,
+            copied_bytes=self.taken.copied_bytes,
             stage_seconds=dict(self.watch.seconds),
             blocking_seconds=request.blocking_seconds,
             total_seconds=time.perf_counter() - request.started,
+            held_bytes=sum(
+                entry.content.nbytes
+                for entry in stored.entries
+                if entry.content is not None
+            ),
         )

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import tensorstore as ts
 
-from orbax_delta import errors, locations
+from orbax_delta import errors, localreads, localwrites, locations
+from orbax_delta.localwrites import Data
 from orbax_delta.locations import Location, is_local
 from orbax_delta.storefiles import (
     ROOT_FILE,
@@ -35,9 +36,6 @@ COMMIT_MARKER = "commit_success.txt"
 
 # One for all folders: they share connections, and what lies in memory.
 _CONTEXT = ts.Context(locations.RETRIES)
-
-# What TensorStore appends to a file's name while it writes it.
-_UNFINISHED = ".__lock"
 
 # No key has this generation, whether it is there or not.
 _NO_GENERATION = b"\x01none"
@@ -58,7 +56,7 @@ class Pending(Protocol):
 
 
 class _Operation:
-    def __init__(self, what: str, future: "ts.Future[Any]") -> None:
+    def __init__(self, what: str, future: Pending):
         self._what = what
         self._future = future
 
@@ -101,9 +99,12 @@ class Folder:
         """The folder `name` inside this one; it need not exist."""
         return Folder(self._location.child(name))
 
-    def start_write(self, key: str, data: bytes) -> Pending:
+    def start_write(self, key: str, data: Data) -> Pending:
         """Begin an atomic write of one key."""
-        return _Operation(f"write {self.url}{key}", self._kvstore.write(key, data))
+        what = f"write {self.url}{key}"
+        if localwrites.pays(data) and self._is_file(key):
+            return _Operation(what, localwrites.start(self.url + key, data))
+        return _Operation(what, self._kvstore.write(key, localwrites.joined(data)))
 
     def write(self, key: str, data: bytes) -> None:
         """Write one key atomically; durable on return."""
@@ -163,10 +164,21 @@ class Folder:
 
     def start_read(self, key: str, offset: int, length: int) -> Pending:
         """Begin to read a byte range; `result()` has `.state` and `.value`."""
-        return _Operation(
-            f"read {length} bytes at {offset} of {self.url}{key}",
-            self._kvstore.read(key, byte_range=slice(offset, offset + length)),
-        )
+        what = f"read {length} bytes at {offset} of {self.url}{key}"
+        if length > 0 and localreads.SUPPORTED and self._is_file(key):
+            read = localreads.LocalRead(self.url + key, offset, length)
+            read.announce()
+            return _Operation(what, read)
+        byte_range = slice(offset, offset + length)
+        return _Operation(what, self._kvstore.read(key, byte_range=byte_range))
+
+    def _is_file(self, key: str) -> bool:
+        """Whether it lies in this folder itself, on a disk.
+
+        What else a key may be TensorStore knows, and refuses.
+        """
+        plain = os.path.basename(key) == key and key not in ("", ".", "..")
+        return self.is_local and plain
 
     def names(self) -> list[str]:
         """All keys, sorted."""
@@ -182,12 +194,14 @@ class Folder:
         if not self.is_local:
             return []
         try:
-            found = list(_find_local(Path(self.url), "", f"*{_UNFINISHED}", 1, ""))
+            found = list(
+                _find_local(Path(self.url), "", f"*{localwrites.UNFINISHED}", 1, "")
+            )
         except FileNotFoundError:
             return []
         except OSError as error:
             raise errors.StorageError(f"could not list {self.url}: {error}") from error
-        return sorted(name.removesuffix(_UNFINISHED) for name in found)
+        return sorted(name.removesuffix(localwrites.UNFINISHED) for name in found)
 
     def delete(self, key: str) -> None:
         """Remove a key, and what a killed write left of it; no error without one."""

@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.tree_util as jtu
+import numpy as np
 
 from orbax_delta.errors import FormatError, InvalidInputError
 from orbax_delta.fields import Json, short
@@ -18,6 +20,8 @@ from orbax_delta.manifests import path_name
 Path = tuple[str, ...]
 
 _MAX_DEPTH = 100
+# No node of a pytree is one of these: there is no need to ask jax, leaf by leaf.
+_PLAIN_TYPES = frozenset({np.ndarray, bool, int, float, complex, str, bytes})
 _DAMAGE = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
 
 
@@ -58,6 +62,10 @@ def flatten(tree: Any) -> FlatTree:
                 f"the tree is more than {_MAX_DEPTH} levels deep at "
                 f"{path_name(path[:3])}/...; flatten it, or keep it as one array"
             )
+        if type(node) in _PLAIN_TYPES or isinstance(node, jax.Array):
+            paths.append(path)
+            values.append(node)
+            return {"leaf": len(values) - 1}
         try:
             children, _ = jtu.tree_flatten_with_path(
                 node, is_leaf=lambda child: child is not node

@@ -24,6 +24,7 @@ from orbax_delta.manifests import MANIFEST_NAME, Manifest
 from orbax_delta.marks import Mark, read_marks, usable_packs
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place, without_suffix
+from orbax_delta.selection import Digests, Stored
 from orbax_delta.store import STORE_NAME, DeltaStore, Folder
 
 _logger = logging.getLogger("orbax_delta")
@@ -35,6 +36,7 @@ class ItemState:
 
     Attributes:
         base: Rows and content of the last committed save or restored step.
+        digests: What is kept on devices of the last committed save.
         store: The store of the last save; None before the first.
         pin: Pin of the last save; kept until the next one, because the step's folder
             is still renamed after the save is done.
@@ -44,20 +46,28 @@ class ItemState:
         named: What MANIFESTs name, as far as they were read.
         elsewhere: Packs that other roots of a shared store name, as of the last prune;
             None before that.
+        held: Bytes of the contents that the last save left in memory.
         loose: Pins to delete that the store would not delete; tried again with the
             next save.
         lock: One save at a time, whatever calls.
     """
 
     base: Base = dataclasses.field(default_factory=Base)
+    digests: Digests | None = None
     store: DeltaStore | None = None
     pin: str | None = None
     seen: frozenset[str] | None = None
     kept: dict[str, Kept] = dataclasses.field(default_factory=dict)
     named: prune.Known = dataclasses.field(default_factory=dict)
     elsewhere: frozenset[str] | None = None
+    held: int = 0
     loose: set[str] = dataclasses.field(default_factory=set)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def stored(self) -> Stored:
+        """What the next save may rely on while it takes its state."""
+        elsewhere = self.elsewhere or frozenset()
+        return Stored(base=self.base, digests=self.digests, elsewhere=elsewhere)
 
 
 @contextlib.contextmanager

@@ -390,7 +390,7 @@ def only_deletion_helps(disk):
     """A disk filled by steps: after one is deleted a save has room again."""
     root = disk / "run"
     manager = open_manager(root)
-    size, step, failures = 400_000, 0, 0
+    size, step, failures = 520_000, 0, 0
     whole = []
     while failures < 4 and step < 60:
         failure = try_to_save(manager, step, noise(step, size))

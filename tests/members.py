@@ -150,20 +150,25 @@ class Member:
         say(note="held")
         self.released.wait()
 
-    def do_open(self, root, appears_within=10, group=None, **options):
+    def do_open(
+        self, root, appears_within=10, group=None, smallest_shard=None, **options
+    ):
         """Open a manager.
 
         Args:
             root: Its root.
             appears_within: Seconds within which the primary's files must be seen.
             group: The processes that use it, the primary first; None: all.
+            smallest_shard: Bytes of the smallest one that is compared on its device.
             **options: Of `DeltaOptions`.
         """
         import orbax.checkpoint as ocp
 
-        from orbax_delta import agreement
+        from orbax_delta import agreement, selection
 
         agreement._APPEARS_WITHIN_SECONDS = appears_within
+        if smallest_shard is not None:
+            selection.SMALLEST_SHARD_BYTES = smallest_shard
         self.group, together = group, ocp.options.MultiprocessingOptions()
         if group is not None:
             options["processes"] = group
@@ -228,8 +233,18 @@ class Member:
             "seconds": time.monotonic() - self._begun,
         }
 
-    def do_restore(self, step, mesh=None, only=None, numpy=()):
-        """Restore onto a mesh; without one: as it was saved, with no target."""
+    def do_restore(self, step, mesh=None, only=None, numpy=(), live=None, without=None):
+        """Restore onto a mesh; without one: as it was saved, with no target.
+
+        Args:
+            step: Which step.
+            mesh: Mesh to restore onto.
+            only: Leaves to restore.
+            numpy: Leaves that are wanted as numpy.
+            live: Version and mesh of a state that is at hand.
+            without: A process where it is not.
+        """
+        import jax
         import orbax.checkpoint as ocp
 
         wanted = None if mesh is None else target(mesh, self.group)
@@ -240,6 +255,8 @@ class Member:
         args = ocp.args.StandardRestore(wanted)
         if only is not None:
             args = orbax_delta().DeltaRestore(wanted, partial_restore=True)
+        if live is not None and jax.process_index() != without:
+            args = orbax_delta().DeltaRestore(wanted, base=state(*live, self.group))
         got = self.manager.restore(step, args=args)
         for name, leaf in (wanted or {}).items():
             layout = getattr(leaf, "sharding", None)

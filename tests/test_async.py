@@ -4,6 +4,7 @@ import builtins
 import io
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -182,7 +183,8 @@ def test_without_async_checkpointing(root):
         for step in range(3):
             assert run.manager.save(step, args=ocp.args.StandardSave(state(step)))
             assert_same_tree(run.restore(step), state(step))
-        assert run.handler.last_save_report.chunks_by_form.get("planes", 0) == 0
+        # A scalar is written in full: no delta of it is shorter.
+        assert run.handler.last_save_report.chunks_by_form["planes"] <= 1
 
 
 # --- failures -----------------------------------------------------------------------
@@ -304,17 +306,21 @@ def test_failed_read_of_a_base_makes_a_full_record(root, monkeypatch, caplog):
     """A save does not need the old content: it writes the chunk in full and says so."""
     with open_run(root) as run:
         run.save(0, state(0))
-    fails = _Fails(monkeypatch, "start_read", "/packs/")
-    # One thread, so that it is always the same chunk whose read fails.
-    with open_run(root, full_every=100, threads=1) as run:
+    original, spoilt = Folder.start_read, 100  # a byte of the first record
+
+    def refusing(folder, key, offset, length):
+        if "/packs/" in folder.url and offset <= spoilt < offset + length:
+            raise orbax_delta.StorageError(f"could not read {key}: bad sector")
+        return original(folder, key, offset, length)
+
+    with open_run(root, full_every=100) as run:
         run.restore(0)
-        fails.armed = True
+        monkeypatch.setattr(Folder, "start_read", refusing)
         run.save(1, state(1))
-        assert not fails.armed
-        assert run.handler.last_save_report.chunks_by_form["planes"] == 1
-        assert any(
-            "writing the chunk in full" in r.getMessage() for r in caplog.records
-        )
+        told = [record.getMessage() for record in caplog.records]
+        (warning,) = (line for line in told if "writing the chunk in full" in line)
+        assert re.match(r"leaf w, chunk \[0:512\]: could not .* bad sector; ", warning)
+        monkeypatch.undo()
         assert_same_tree(run.restore(1), state(1))
 
 
@@ -358,10 +364,14 @@ import orbax_delta
 manager = ocp.CheckpointManager(
     {str(root)!r}, handler_registry=orbax_delta.handler_registry()
 )
-try:
-    manager.save(0, args=ocp.args.StandardSave({{"a": object()}}))
-except orbax_delta.InvalidInputError:
-    print(sum("_target_setting_result" in t.name for t in threading.enumerate()))
+seen = []
+for step in range(5):  # the thread may also be done in time
+    try:
+        manager.save(step, args=ocp.args.StandardSave({{"a": object()}}))
+    except orbax_delta.InvalidInputError:
+        names = [thread.name for thread in threading.enumerate()]
+        seen.append(sum("_target_setting_result" in name for name in names))
+print(max(seen))
 sys.stdout.flush()
 os._exit(0)
 """

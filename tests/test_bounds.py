@@ -16,7 +16,7 @@ import strategies
 from hostile import Judge, item_folder, part_file
 
 import orbax_delta
-from orbax_delta import codecs, frames, parts
+from orbax_delta import codecs, frames, parts, planes
 from orbax_delta.codecs import Form
 from orbax_delta.dtypes import Rule
 from orbax_delta.errors import (
@@ -127,13 +127,13 @@ def test_any_payload_takes_memory_by_its_content_alone(form, word_bytes):
     """Planes of one byte each that fill a chunk of 1 MiB."""
     size = 1 << 20
     base = np.zeros(size, np.uint8)
-    planes = codecs._encode_planes(base, word_bytes)
+    coded = planes.encode(base, word_bytes)
     payload = {
-        Form.BLOCKS: b"\xff" * (size // codecs.BLOCK_BYTES // 8) + planes,
+        Form.BLOCKS: b"\xff" * (size // codecs.BLOCK_BYTES // 8) + coded,
         Form.SPARSE: codecs._SPARSE_HEAD.pack(4, size // word_bytes)
-        + codecs._encode_planes(np.zeros(4 * size // word_bytes, np.uint8), 4)
-        + planes,
-    }.get(form, planes)
+        + planes.encode(np.zeros(4 * size // word_bytes, np.uint8), 4)
+        + coded,
+    }.get(form, coded)
     assert len(payload) < 250
     peak, error = peak_bytes(
         lambda: codecs.decode(form, payload, base, size, word_bytes)

@@ -22,7 +22,7 @@ MOST = {
     "finalize": {"GET": 1, "LIST": 1},
     "full restore": {"GET": 8},
     "one-leaf restore": {"GET": 7},
-    "save after a deletion": {"DELETE": 1, "GET": 7, "LIST": 13, "PUT": 6},
+    "save after a deletion": {"DELETE": 1, "GET": 9, "LIST": 13, "PUT": 6},
     "prune, nothing dead": {"GET": 4, "LIST": 8},
     "prune": {"DELETE": 3, "GET": 9, "LIST": 16, "PUT": 1},
     "verify": {"GET": 43, "LIST": 11},

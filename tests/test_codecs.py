@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from orbax_delta import codecs
+from orbax_delta import codecs, differences, planes
 from orbax_delta.codecs import BLOCK_BYTES, Form
 from orbax_delta.errors import CorruptionError, DeltaError
 
@@ -42,20 +42,30 @@ def _edited(base, word_bytes, positions, seed=1):
     return content
 
 
+def _difference(content, base, word_bytes):
+    out = np.empty(content.size, np.uint8)
+    differences.subtract(content, base, word_bytes, out)
+    return out
+
+
 def _payload(form, content, base, word_bytes):
     """`content` coded in one given form, whatever an encoder would prefer."""
     if form is Form.CONSTANT:
         return content[:word_bytes].tobytes()
     if form is Form.PLANES:
         return codecs.encode_full(content, word_bytes)
-    difference = codecs._difference(content, base, word_bytes)
+    difference = _difference(content, base, word_bytes)
     if form is Form.DIFFERENCE:
-        return codecs._encode_planes(difference, word_bytes)
+        return planes.encode(difference, word_bytes)
     if form is Form.BLOCKS:
-        blocks = codecs._changed_blocks(difference)
-        return codecs._encode_blocks(difference, blocks, word_bytes)
-    changed = difference.view(f"<u{word_bytes}") != 0
-    return codecs._encode_sparse(difference, changed, word_bytes)
+        changed = difference.view(f"<u{word_bytes}") != 0
+        blocks = differences.changed_blocks(changed, word_bytes)
+        picked = codecs._marked_blocks(difference, blocks)
+        return codecs._encode_blocks(blocks, picked, word_bytes)
+    words = difference.view(f"<u{word_bytes}")
+    positions = np.flatnonzero(words)
+    values = words[positions].view(np.uint8)
+    return codecs._encode_sparse(positions, values, word_bytes)
 
 
 @st.composite
@@ -106,6 +116,8 @@ def test_a_delta_is_exact_and_counts_what_changed(pair):
     assert delta.changed_words == int(changed.sum())
     touched = np.flatnonzero(content != base) // BLOCK_BYTES
     assert delta.changed_blocks == len(set(touched.tolist()))
+    codecs.carry_over(content, base, delta, word_bytes)
+    assert base.tobytes() == content.tobytes()
 
 
 @hypothesis.given(_pairs())
@@ -118,7 +130,9 @@ def test_the_chosen_delta_is_the_smallest_of_those_tried(pair):
     tried = {}
     if delta.changed_words <= codecs.SPARSE_MAX_DENSITY * words:
         tried[Form.SPARSE] = _payload(Form.SPARSE, content, base, word_bytes)
-    if delta.changed_blocks <= codecs.BLOCKS_MAX_SHARE * blocks:
+    inside = max(delta.changed_blocks * BLOCK_BYTES // word_bytes, 1)
+    dense = delta.changed_words > codecs.SPARSE_MAX_DENSITY * inside
+    if dense and delta.changed_blocks <= codecs.BLOCKS_MAX_SHARE * blocks:
         tried[Form.BLOCKS] = _payload(Form.BLOCKS, content, base, word_bytes)
     if delta.changed_words > codecs.SPARSE_MAX_DENSITY / 4 * words or not tried:
         tried[Form.DIFFERENCE] = _payload(Form.DIFFERENCE, content, base, word_bytes)
@@ -160,7 +174,7 @@ def test_differences_are_zigzag_numbers():
     """The stored word is 2d for a step d up and 2|d| - 1 for one down (section 4.5)."""
     base = _as_bytes(np.array([5, 5, 5, 5, 0], "<u2"))
     content = _as_bytes(np.array([5, 6, 4, 7, 0xFFFF], "<u2"))
-    stored = codecs._difference(content, base, 2).view("<u2")
+    stored = _difference(content, base, 2).view("<u2")
     assert stored.tolist() == [0, 2, 1, 4, 1]
 
 

@@ -45,6 +45,7 @@ def save(bases, snapshots):
         base.commit(
             [(leaf, box, None) for leaf, box in [*own, *cut.others]],
             layouts={leaf.entry.name: leaf.layout.name for leaf in taken},
+            pack_sizes={},
             store_uuid="",
             predecessor={},
         )

@@ -138,8 +138,7 @@ def test_the_cases_are_many():
 def test_damage(healthy, twin, root, case, caplog, record_property):
     """Restores are exact or say why not; verification and prune are not misled."""
     record_property("damage_cases", 1)
-    healed = _judge(healthy, twin, root, case, caplog)
-    assert not healed
+    _judge(healthy, twin, root, case, caplog)
 
 
 @pytest.mark.parametrize("case", HEALING, ids=str)

@@ -72,8 +72,8 @@ def test_every_bit_of_an_interrupted_run(live, tmp_path, record_property):
         done = steps[-1]["step"]
         assert steps == wanted[start["start"] : done]
     assert done == LAST_STEP
-    # The same records even: which chunk was written in full does not tell of it either.
-    assert last == end
+    # Which chunks were written in full may differ: copies in memory end with a process.
+    assert last["place"] == end["place"]
     assert {"difference", "sparse", "derived", "reference"} <= end["forms"].keys()
     bits, expected = (
         np.load(tmp_path / f"{name}.npz") for name in ("interrupted", "whole")

@@ -27,6 +27,7 @@ from orbax_delta import (
     owners,
     parts,
     places,
+    planes,
     prune,
     records,
     reports,
@@ -93,7 +94,7 @@ def _magic(text):
 @pytest.mark.parametrize(
     ("section", "index", "layout"),
     [
-        ("4.2", 0, codecs._PLANE_HEAD),
+        ("4.2", 0, planes._HEAD),
         ("4.7", 0, codecs._SPARSE_HEAD),
         ("5.1", 0, records._RECORD_HEAD),
         ("5.1", 1, records._CHECKSUM),
@@ -132,7 +133,7 @@ def test_numbers_of_forms_methods_and_rules_are_those_of_the_code():
     full = {row["form"] for row in forms if row["kind"] == "full"}
     assert full == {form.name for form in codecs.Form if form.is_full}
     assert _numbers(TABLES["4.2"][1], "method") == {
-        name.lstrip("_"): getattr(codecs, name) for name in ("_RAW", "_ZSTD", "_FILL")
+        name.lstrip("_"): getattr(planes, name) for name in ("_RAW", "_ZSTD", "_FILL")
     }
     assert _numbers(TABLES["7.1"][1], "rule") == {
         rule.name: int(rule) for rule in dtypes.Rule

@@ -724,7 +724,10 @@ def test_many_threads(tmp_path):
             for step in range(number % 2, 8, 2):
                 folder = str(root / str(step) / "state")
                 tree = state(step + number)
-                bounded.save(processes.prepare(tree, folder, DeltaOptions(threads=1)))
+                options = DeltaOptions(threads=1)
+                bounded.save(
+                    processes.prepare(tree, folder, options, known=bounded.known)
+                )
                 got = bounded.restore(locate(folder), None, DeltaOptions(threads=1))
                 assert_same_tree(got.tree, tree)
         except BaseException as error:

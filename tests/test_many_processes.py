@@ -286,3 +286,19 @@ def test_the_judgement_is_strict(root, jobs):
     del answers[1]["half"]
     with pytest.raises(AssertionError, match="member 1"):
         assert_restored(answers, 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_with_a_live_tree(root, jobs, size, record_property):
+    """Each process takes what it has on any mesh; one of them has nothing."""
+    save_run(jobs[4], root, "fully sharded")
+    job = jobs[size]
+    job.do("open", root=str(root))
+    for without, (mesh, onto) in enumerate(itertools.pairwise([*MESHES, MESHES[0]])):
+        for version in (LATEST, LATEST - 1):
+            answers = job.do(
+                "restore", step=LATEST, mesh=onto, live=[version, mesh], without=without
+            )
+            assert_restored(answers, LATEST)
+    job.do("close")
+    record_property("restores", 2 * len(MESHES))

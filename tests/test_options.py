@@ -38,9 +38,11 @@ def test_defaults_are_those_of_the_documentation():
         "full_every": 10,
         "max_chain": 20,
         "read_budget": 2.0,
-        "refresh_every": 30,
+        "refresh_every": 100,
         "keep_bases": 2,
         "threads": None,
+        "base": "auto",
+        "compare_on": "auto",
         "auto_prune": True,
         "vote_timeout": 900.0,
         "processes": None,
@@ -48,18 +50,29 @@ def test_defaults_are_those_of_the_documentation():
     }
 
 
+@pytest.mark.parametrize(
+    ("state_bytes", "pack_bytes"),
+    [(0, 1 << 20), (128 << 20, 4 << 20), (1 << 40, 16 << 20), (None, 16 << 20)],
+)
+def test_packs_are_a_part_of_the_state_on_disks(state_bytes, pack_bytes):
+    """So that what one chunk keeps on the disk is little beside all of it."""
+    found = DeltaOptions().pack_size(local=True, state_bytes=state_bytes)
+    assert found == pack_bytes
+
+
 def test_packs_are_larger_in_buckets():
     """Unless a size is asked for: there each file costs a request."""
-    assert DeltaOptions().pack_size(local=True) == 16 << 20
-    assert DeltaOptions().pack_size(local=False) == 64 << 20
+    assert DeltaOptions().pack_size(local=False, state_bytes=0) == 64 << 20
     for local in (True, False):
-        assert DeltaOptions(pack_bytes=4096).pack_size(local=local) == 4096
+        given = DeltaOptions(pack_bytes=4096)
+        assert given.pack_size(local=local, state_bytes=1 << 40) == 4096
 
 
 def test_every_number_has_a_range_here():
     """A new option comes with its range in this table."""
     names = {field.name for field in dataclasses.fields(DeltaOptions)}
-    assert names == set(RANGES) | {"auto_prune", "processes", "store"}
+    others = {"auto_prune", "base", "compare_on", "processes", "store"}
+    assert names == set(RANGES) | others
 
 
 @pytest.mark.parametrize("processes", [(), 0, (0, 0), (-1,), (True,), "01", {0: 1}])
@@ -71,12 +84,12 @@ def test_processes_are_different_indices(processes):
 
 def test_what_processes_must_have_alike_and_a_step_keeps():
     """Threads are a matter of each host; who saved is no matter of the step."""
-    given = DeltaOptions(processes=(2, 0), threads=3)
+    given = DeltaOptions(processes=(2, 0), threads=3, compare_on="host")
     assert DeltaOptions(processes=(2, 0)).shared() == given.shared()
     # It is compared with what another process has sent as JSON.
     assert json.loads(json.dumps(given.shared())) == given.shared()
     left_out = set(dataclasses.asdict(given)) - set(given.recorded())
-    assert left_out == {"processes", "vote_timeout"}
+    assert left_out == {"base", "compare_on", "processes", "vote_timeout"}
 
 
 @pytest.mark.parametrize(("name", "limits"), RANGES.items())

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from orbax_delta import localwrites
 from orbax_delta.errors import StorageError
 from orbax_delta.store import Folder, Pending
 
@@ -313,6 +314,8 @@ def _seen(log: Log, name: str, original: Callable[..., Any]) -> Callable[..., An
     def method(folder: Folder, *arguments: Any, **named: Any) -> Any:
         if log.is_inside:
             return original(folder, *arguments, **named)
+        if name == "start_write":
+            arguments = (arguments[0], localwrites.joined(arguments[1]))
         call, acts = log.enter(folder, _KINDS[name], arguments)
 
         def take_effect(call: Call) -> Pending:

@@ -258,6 +258,7 @@ def option_values() -> st.SearchStrategy[dict[str, Any]]:
             "max_chain": st.sampled_from([1, 2, 3, 20]),
             "read_budget": st.sampled_from([1.0, 1.1, 2.0, 100.0]),
             "refresh_every": st.sampled_from([1, 2, 5, 30]),
+            "base": st.sampled_from(["auto", "keep", "store"]),
             "threads": st.sampled_from([1, 2, None]),
         }
     )

@@ -1,0 +1,130 @@
+"""Compiled passes give what numpy's give, bit for bit; coding is the same with both."""
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from orbax_delta import codecs, differences, kernels, planes
+from orbax_delta.codecs import Form
+
+WORDS = (1, 2, 4, 8)
+
+
+def as_bytes(seed, count, word_bytes, *, calm):
+    """Noise, or words near each other, as trained floats are."""
+    rng = np.random.default_rng(seed)
+    if not calm:
+        return rng.integers(0, 256, count * word_bytes, np.uint8)
+    word = np.dtype(f"<u{word_bytes}")
+    return rng.integers(0, 100, count).astype(word).view(np.uint8)
+
+
+@pytest.fixture(params=[True, False], ids=["numba", "numpy"])
+def compiled(request, monkeypatch):
+    """With and without compiled passes, for contents of any size."""
+    monkeypatch.setattr(kernels, "AVAILABLE", request.param)
+    monkeypatch.setattr(kernels, "_LEAST_BYTES", 0)
+    return request.param
+
+
+def test_they_are_here():
+    """Or these tests compare numpy with itself."""
+    assert kernels.AVAILABLE
+
+
+@pytest.mark.parametrize("word_bytes", WORDS)
+@hypothesis.given(
+    st.integers(0, 99), st.integers(0, 99), st.integers(1, 3000), st.booleans()
+)
+def test_the_same_as_numpy(word_bytes, one, other, count, calm):
+    """Differences, planes and back."""
+    old = as_bytes(one, count, word_bytes, calm=calm)
+    new = as_bytes(other, count, word_bytes, calm=calm)
+    change = np.empty_like(new)
+    differences.subtract(new, old, word_bytes, change)
+    compiled = kernels.of(word_bytes)
+    made = np.empty((word_bytes, count), np.uint8)
+    new_words, old_words = (
+        differences.as_words(part, word_bytes) for part in (new, old)
+    )
+    compiled.subtract(new_words, old_words, made)
+    assert (made.T.reshape(-1) == change).all()
+    back = np.empty_like(new_words)
+    compiled.add(made, old_words, back)
+    assert (back == new_words).all()
+    compiled.add(made, old_words, old_words)  # upon what it applies to
+    assert (old_words == new_words).all()
+    compiled.split(new_words, made)
+    assert (made == new.reshape(-1, word_bytes).T).all()
+    compiled.join(made, back)
+    assert (back == new_words).all()
+
+
+@pytest.mark.parametrize("calm", [True, False])
+@pytest.mark.parametrize("count", [1, 5, 1024, 40_000])
+@pytest.mark.parametrize("word_bytes", WORDS)
+def test_payloads_are_the_same(monkeypatch, word_bytes, count, calm):
+    """Whoever writes, whoever reads: the format does not tell."""
+    monkeypatch.setattr(kernels, "_LEAST_BYTES", 0)
+    old = as_bytes(1, count, word_bytes, calm=calm)
+    new = as_bytes(2, count, word_bytes, calm=calm)
+    found = {}
+    for available in (True, False):
+        monkeypatch.setattr(kernels, "AVAILABLE", available)
+        found[available] = (
+            codecs.encode_full(new, word_bytes),
+            planes.encode_change(new, old, word_bytes),
+        )
+    assert found[True] == found[False]
+    for available in (True, False):
+        monkeypatch.setattr(kernels, "AVAILABLE", available)
+        full, change = found[not available]
+        for out in (None, np.empty_like(new)):
+            got = codecs.decode(Form.PLANES, full, None, new.size, word_bytes, out)
+            assert (got == new).all()
+            got = codecs.decode(Form.DIFFERENCE, change, old, new.size, word_bytes, out)
+            assert (got == new).all()
+        upon = old.copy()
+        got = codecs.decode(Form.DIFFERENCE, change, upon, new.size, word_bytes, upon)
+        assert got is upon
+        assert (upon == new).all()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_damaged_planes_are_an_error():
+    """A cut payload, or one with more than planes, with and without."""
+    old, new = (as_bytes(seed, 5000, 4, calm=False) for seed in (1, 2))
+    payload = planes.encode_change(new, old, 4)
+    for wrong, message in (
+        (payload[:-1], "cut off"),
+        (payload[:3], "before the header"),
+        (payload + b"x", "1 bytes follow the last plane"),
+    ):
+        with pytest.raises(codecs.CorruptionError, match=message):
+            codecs.decode(Form.DIFFERENCE, wrong, old, new.size, 4)
+
+
+def test_small_contents_do_not_wait_for_a_compiler():
+    """An import and a compilation would take longer than all of their coding."""
+    assert not kernels.pay(kernels._LEAST_BYTES - 1)
+    assert kernels.pay(kernels._LEAST_BYTES)
+
+
+def test_no_folder_for_compiled_code(monkeypatch):
+    """It is then compiled in every process."""
+    import numba
+
+    real = numba.njit
+
+    def refusing(*, nogil, cache=False):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(nogil=nogil)
+
+    monkeypatch.setattr(numba, "njit", refusing)
+    compiled = kernels.of.__wrapped__(2)
+    words = np.arange(300, dtype=np.uint16)
+    made = np.empty((2, 300), np.uint8)
+    compiled.split(words, made)
+    assert (made[0] == words % 256).all()
