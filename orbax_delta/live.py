@@ -8,7 +8,7 @@ needs the records after them alone. Does not belong here: reading records.
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orbax_delta import chunks, records, trees
-from orbax_delta.background import Pool
+from orbax_delta.background import Pool, batches
 from orbax_delta.base import Base
 from orbax_delta.chunks import Box
 from orbax_delta.codecs import Bytes
@@ -168,7 +168,10 @@ class Survey:
             key=lambda request: request.row.leaf,
         )
         last: _LiveLeaf | None = None
-        for found in executor.map(self._look, _tasks(at_hand)):
+        for found in executor.map(
+            self._look,
+            batches(at_hand, lambda request: request.content_bytes, least=_TASK_BYTES),
+        ):
             for sight in found:
                 self._note(sight)
                 if last is not None and last is not sight.leaf:
@@ -242,17 +245,3 @@ class _Seed:
 
     def __call__(self) -> Bytes | None:
         return self.leaf.settled(self.box)
-
-
-def _tasks(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Chunks that are looked at together, because they are little."""
-    task: list[Request] = []
-    size = 0
-    for request in requests:
-        task.append(request)
-        size += request.content_bytes
-        if size >= _TASK_BYTES:
-            yield task
-            task, size = [], 0
-    if task:
-        yield task

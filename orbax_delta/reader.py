@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from orbax_delta import chunks, codecs, dtypes, records
-from orbax_delta.background import Pool
+from orbax_delta.background import Pool, batches
 from orbax_delta.codecs import Bytes, Form
 from orbax_delta.errors import CorruptionError, OutOfMemoryError, StorageError
 from orbax_delta.manifests import LeafEntry
@@ -178,7 +178,8 @@ def _begin(
 ) -> list[_Decoding]:
     read = _read(packs, groups, pace, count)
     return [
-        executor.submit(_decode_groups, task, read, into) for task in _tasks(groups)
+        executor.submit(_decode_groups, task, read, into)
+        for task in batches(groups, lambda one: one.content_bytes, least=_TASK_BYTES)
     ]
 
 
@@ -267,20 +268,6 @@ def _batches(groups: Iterable[_Group], pace: _Pace) -> Iterator[list[_Group]]:
             batch, stored, content = [], 0, 0
     if batch:
         yield batch
-
-
-def _tasks(groups: Iterable[_Group]) -> Iterator[list[_Group]]:
-    """Groups that are decoded together, because they are little."""
-    task: list[_Group] = []
-    content = 0
-    for group in groups:
-        task.append(group)
-        content += group.content_bytes
-        if content >= _TASK_BYTES:
-            yield task
-            task, content = [], 0
-    if task:
-        yield task
 
 
 def _decode_groups(

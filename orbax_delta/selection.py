@@ -275,15 +275,14 @@ def complete(
     """
 
     def completed(chunk: Chunk) -> Chunk:
-        if chunk.copied:
-            return chunk
         entry = selection.unchanged.get((chunk.leaf_index, chunk.box))
         if entry and chunk.stored and chunk.stored.row.digest == entry.row.digest:
             return chunk
         array = _stored_array(chunk, entry, packs)
         return dataclasses.replace(chunk, shard=(chunk.box, array))
 
-    return list(executor.map(completed, own))
+    done = executor.map(completed, [chunk for chunk in own if not chunk.copied])
+    return [chunk if chunk.copied else next(done) for chunk in own]
 
 
 def filled(findings: Sequence[Finding], packs: Folder, executor: Pool) -> list[Finding]:
@@ -292,10 +291,11 @@ def filled(findings: Sequence[Finding], packs: Folder, executor: Pool) -> list[F
     One that was left out, and whose stored content cannot be read, stays as it is.
     """
 
+    def lacks(finding: Finding) -> bool:
+        return finding.status is Status.REFRESH and not finding.chunk.copied
+
     def with_content(finding: Finding) -> Finding:
         chunk = finding.chunk
-        if finding.status is not Status.REFRESH or chunk.copied:
-            return finding
         try:
             array = _stored_array(chunk, chunk.stored, packs)
         except StorageError:
@@ -303,7 +303,8 @@ def filled(findings: Sequence[Finding], packs: Folder, executor: Pool) -> list[F
         filled = dataclasses.replace(chunk, shard=(chunk.box, array))
         return dataclasses.replace(finding, chunk=filled)
 
-    return list(executor.map(with_content, findings))
+    done = executor.map(with_content, filter(lacks, findings))
+    return [next(done) if lacks(finding) else finding for finding in findings]
 
 
 def _stored_array(chunk: Chunk, entry: Entry | None, packs: Folder) -> Any:
