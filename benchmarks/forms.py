@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from workloads import WORKLOADS, Setup
 
-from orbax_delta import chunks, codecs, differences, dtypes, entropy, planes
+from orbax_delta import chunks, codecs, differences, dtypes, entropy, planes, sparse
 from orbax_delta.codecs import Bytes
 
 CHUNK_ELEMENTS = 1 << 18
@@ -86,7 +86,7 @@ def _sparse_of(change: Change, difference: Bytes) -> int | None:
     if positions.size > codecs.SPARSE_MAX_DENSITY * words.size:
         return None
     values = words[positions].view(np.uint8)
-    return len(codecs._encode_sparse(positions, values, change.word_bytes))
+    return len(sparse.encode(positions, values, change.word_bytes))
 
 
 def _sparse(change: Change) -> int | None:

@@ -25,7 +25,7 @@ from orbax_delta.manifests import LeafEntry
 from orbax_delta.options import DeltaOptions
 from orbax_delta.parts import Ref, Row
 
-BATCH_BYTES = 256 << 10
+BATCH_BYTES = 2 << 20
 """A thread takes small chunks together, up to about this much."""
 
 _LOOK_BYTES = 4 << 20

@@ -7,16 +7,14 @@ Does not belong here: record headers, which form a save prefers, anything stored
 
 import dataclasses
 import enum
-import struct
 
 import numpy as np
 
-from orbax_delta import differences, planes, scratch
+from orbax_delta import differences, planes, sparse
 from orbax_delta.differences import BLOCK_BYTES as BLOCK_BYTES
 from orbax_delta.differences import Bytes as Bytes
 from orbax_delta.errors import CorruptionError
-
-_SPARSE_HEAD = struct.Struct("<BI")
+from orbax_delta.sparse import Changes
 
 SPARSE_MAX_DENSITY = 0.125
 BLOCKS_MAX_SHARE = 0.75
@@ -89,46 +87,52 @@ def estimate_full_bytes(content: Bytes, word_bytes: int) -> int:
     return planes.estimate_bytes(content, word_bytes)
 
 
-def encode_delta(content: Bytes, base: Bytes, word_bytes: int) -> Delta:
+def find_changes(content: Bytes, base: Bytes, word_bytes: int) -> Changes:
+    """Where two contents differ; positions only where SPARSE may be the form."""
+    most = int(SPARSE_MAX_DENSITY * (content.size // word_bytes))
+    return sparse.find(content, base, word_bytes, most=most)
+
+
+def encode_delta(
+    content: Bytes, base: Bytes, word_bytes: int, found: Changes | None = None
+) -> Delta:
     """The smallest delta payload that turns `base` into `content`.
 
     Sparse positions are tried below 12.5 % changed elements, blocks while a quarter of
     them is unchanged and the others are not sparse themselves, planes of the whole
     difference whenever that is not tiny.
+
+    Args:
+        content: The new content.
+        base: The old one, of the same size.
+        word_bytes: Size of an element, 1, 2, 4 or 8.
+        found: What `find_changes` finds, if it has been called.
     """
-    new, old = (differences.as_words(part, word_bytes) for part in (content, base))
-    changed = scratch.array("changed", new.size, 1).view(np.bool_)
-    np.not_equal(new, old, out=changed)
-    changed_words = int(np.count_nonzero(changed))
-    block_map = differences.changed_blocks(changed, word_bytes)
-    changed_blocks = int(np.count_nonzero(block_map))
-    density = changed_words / changed.size
+    found = found or find_changes(content, base, word_bytes)
+    changed_blocks = int(np.count_nonzero(found.blocks))
+    words = content.size // word_bytes
     block_words = max(changed_blocks * BLOCK_BYTES // word_bytes, 1)
     candidates: list[tuple[int, Form, bytes]] = []
-    positions = None
-    if density <= SPARSE_MAX_DENSITY:
-        positions = np.flatnonzero(changed)
-        values = new[positions].view(np.uint8)
-        differences.subtract(values, old[positions].view(np.uint8), word_bytes, values)
-        payload = _encode_sparse(positions, values, word_bytes)
+    if found.positions is not None and found.values is not None:
+        payload = sparse.encode(found.positions, found.values, word_bytes)
         candidates.append((len(payload), Form.SPARSE, payload))
-    rarely = changed_blocks <= BLOCKS_MAX_SHARE * block_map.size
-    if rarely and changed_words > SPARSE_MAX_DENSITY * block_words:
-        picked = _marked_blocks(content, block_map)
-        before = _marked_blocks(base, block_map)
+    rarely = changed_blocks <= BLOCKS_MAX_SHARE * found.blocks.size
+    if rarely and found.count > SPARSE_MAX_DENSITY * block_words:
+        picked = _marked_blocks(content, found.blocks)
+        before = _marked_blocks(base, found.blocks)
         differences.subtract(picked, before, word_bytes, picked)
-        payload = _encode_blocks(block_map, picked, word_bytes)
+        payload = _encode_blocks(found.blocks, picked, word_bytes)
         candidates.append((len(payload), Form.BLOCKS, payload))
-    if density > SPARSE_MAX_DENSITY / 4 or not candidates:
+    if found.count > SPARSE_MAX_DENSITY / 4 * words or not candidates:
         payload = planes.encode_change(content, base, word_bytes)
         candidates.append((len(payload), Form.DIFFERENCE, payload))
     _, form, payload = min(candidates)
     return Delta(
         form=form,
         payload=payload,
-        changed_words=changed_words,
+        changed_words=found.count,
         changed_blocks=changed_blocks,
-        positions=positions,
+        positions=found.positions,
     )
 
 
@@ -181,7 +185,9 @@ def decode(
         return planes.decode_change(view, base, word_bytes, out)
     if form is Form.BLOCKS:
         return _decode_blocks(view, base, word_bytes, out)
-    return _decode_sparse(view, base, word_bytes, out)
+    content = _copied(base, out)
+    sparse.decode_onto(view, content, word_bytes)
+    return content
 
 
 def _copied(base: Bytes, out: Bytes | None) -> Bytes:
@@ -235,46 +241,4 @@ def _decode_blocks(
     dense[marked[:whole]] = picked[:dense_bytes].reshape(-1, BLOCK_BYTES)
     if dense_bytes < picked.size:
         content[whole * BLOCK_BYTES :] = picked[dense_bytes:]
-    return content
-
-
-def _encode_sparse(positions: np.ndarray, values: Bytes, word_bytes: int) -> bytes:
-    gaps = np.diff(positions, prepend=-1) - 1
-    widest = int(gaps.max(initial=0))
-    gap_bytes = 1 if widest < 1 << 8 else 2 if widest < 1 << 16 else 4
-    gap_words = gaps.astype(np.dtype(f"<u{gap_bytes}")).view(np.uint8)
-    return b"".join(
-        (
-            _SPARSE_HEAD.pack(gap_bytes, positions.size),
-            planes.encode(gap_words, gap_bytes),
-            planes.encode(values, word_bytes),
-        )
-    )
-
-
-def _decode_sparse(
-    view: memoryview, base: Bytes, word_bytes: int, out: Bytes | None
-) -> Bytes:
-    if len(view) < _SPARSE_HEAD.size:
-        raise CorruptionError(f"a SPARSE record of {len(view)} bytes has no header")
-    gap_bytes, count = _SPARSE_HEAD.unpack_from(view)
-    if gap_bytes not in (1, 2, 4) or count > base.size // word_bytes:
-        raise CorruptionError(
-            f"a SPARSE record claims {count} changes with {gap_bytes}-byte gaps in a "
-            f"chunk of {base.size // word_bytes} elements"
-        )
-    gap_words, rest = planes.decode(
-        view[_SPARSE_HEAD.size :], count * gap_bytes, gap_bytes
-    )
-    values = planes.decode_exactly(rest, count * word_bytes, word_bytes)
-    gaps = differences.as_words(gap_words, gap_bytes).astype(np.int64)
-    positions = np.cumsum(gaps + 1) - 1
-    content = _copied(base, out)
-    words = differences.as_words(content, word_bytes)
-    if count and int(positions[-1]) >= words.size:
-        raise CorruptionError(
-            f"a SPARSE record changes element {int(positions[-1])} of {words.size}"
-        )
-    differences.add(values, words[positions].view(np.uint8), word_bytes)
-    words[positions] = differences.as_words(values, word_bytes)
     return content

@@ -7,10 +7,12 @@ full. It is also full when its list would grow past `max_chain` records or past
 """
 
 import dataclasses
+import threading
+from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_delta import codecs, holding, records
+from orbax_delta import codecs, holding, records, sparse
 from orbax_delta.changes import Finding, Status
 from orbax_delta.codecs import Bytes, Form
 from orbax_delta.dtypes import Rule
@@ -26,6 +28,8 @@ from orbax_delta.recall import Task
 _SURELY_WORTH_SHARE = 0.75
 _SAMPLE_MARGIN = 1.02
 _SELF_CHECK_EVERY = 16
+
+_small_steps = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +90,56 @@ class Coded:
         return Lifetime.CYCLE if gathers else Lifetime.SHORT
 
 
-def code(task: Task, *, options: DeltaOptions) -> Coded:
-    """Code one changed chunk, against what is stored of it where that pays."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """A changed chunk beside what is stored of it, and where the two differ."""
+
+    task: Task
+    content: Bytes
+    base: Bytes | None
+    changes: sparse.Changes | None
+
+    @property
+    def few(self) -> bool:
+        """Whether few words differ, so that coding them is many small steps."""
+        return self.changes is not None and self.changes.positions is not None
+
+
+def code(tasks: Sequence[Task], *, options: DeltaOptions) -> list[Coded]:
+    """Code changed chunks, each against what is stored of it where that pays.
+
+    All are compared first, in long passes without the interpreter's lock. What then
+    takes many small steps is done by one thread at a time: several would wake each
+    other at every step, and get through less (DESIGN.md, decision 73).
+    """
+    compared = [_compare(task) for task in tasks]
+    coded: dict[int, Coded] = {}
+    with _small_steps:
+        for index, one in enumerate(compared):
+            if one.few:
+                coded[index] = _code(one, options)
+    return [
+        coded.get(index) or _code(one, options) for index, one in enumerate(compared)
+    ]
+
+
+def _compare(task: Task) -> _Compared:
+    content, base = task.finding.chunk.content(), task.base()
+    changes = None
+    if base is not None:
+        word_bytes = task.finding.chunk.leaf.element.word_bytes
+        changes = codecs.find_changes(content, base, word_bytes)
+    return _Compared(task=task, content=content, base=base, changes=changes)
+
+
+def _code(compared: _Compared, options: DeltaOptions) -> Coded:
+    task, content, base = compared.task, compared.content, compared.base
     finding = task.finding
     chunk = finding.chunk
-    content = chunk.content()
-    base = task.base()
     delta = None
-    if base is not None:
-        delta = codecs.encode_delta(content, base, chunk.leaf.element.word_bytes)
+    if base is not None and compared.changes is not None:
+        word_bytes = chunk.leaf.element.word_bytes
+        delta = codecs.encode_delta(content, base, word_bytes, compared.changes)
         if task.replaces or chunk.spread % _SELF_CHECK_EVERY == 0:
             _self_check(finding, delta, base, content)
     return _record(task, content, delta, options)

@@ -15,6 +15,11 @@ import numpy as np
 AVAILABLE = importlib.util.find_spec("numba") is not None
 _LEAST_BYTES = 128 << 10
 
+FIND_WORDS = 64
+"""Words that are compared at once; arrays that hold what is found need such room."""
+
+_BLOCK_BYTES = 4096
+
 
 def pay(content_bytes: int) -> bool:
     """Whether content of this size is worth a call, and the import behind it."""
@@ -30,12 +35,22 @@ class Kernels(NamedTuple):
         subtract: `(new, old, planes)`: split zigzag differences, as
             `differences.subtract` makes them.
         add: `(planes, old, out)`: the reverse; `out` may be `old`.
+        find: `(new, old, most, positions, values, blocks)`: count the words that
+            differ, and mark their blocks of 4 KiB; while they are no more than `most`,
+            also where they are and their zigzag differences, in arrays of
+            `most + FIND_WORDS`.
     """
 
     split: Callable[[np.ndarray, np.ndarray], None]
     join: Callable[[np.ndarray, np.ndarray], None]
     subtract: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
     add: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+    find: Callable[
+        [np.ndarray, np.ndarray, int, np.ndarray, np.ndarray, np.ndarray], int
+    ]
+
+
+_WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @functools.cache
@@ -48,15 +63,15 @@ def of(word_bytes: int) -> Kernels:
     # Imported where it is used: it takes a quarter of a second and 60 MB of memory.
     numba: Any = importlib.import_module("numba")
 
-    def compiled(function: Callable[..., None]) -> Callable[..., None]:
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
-            made: Callable[..., None] = numba.njit(nogil=True, cache=True)(function)
+            made: Callable[..., Any] = numba.njit(nogil=True, cache=True)(function)
         except RuntimeError:  # there is no folder to keep compiled code in
             made = numba.njit(nogil=True)(function)
         return made
 
-    word: Any = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[word_bytes]
-    width, zero, one = word_bytes, word(0), word(1)
+    word = _WORDS[word_bytes]
+    width, zero, unit = word_bytes, word(0), word(1)
     top, byte = word(8 * word_bytes - 1), word(255)
     shifts = np.arange(0, 8 * word_bytes, 8).astype(word)
 
@@ -75,7 +90,7 @@ def of(word_bytes: int) -> Kernels:
     def subtract(new: np.ndarray, old: np.ndarray, planes: np.ndarray) -> None:
         for i in range(new.size):
             change = word(new[i] - old[i])
-            value = word(word(change << one) ^ word(zero - word(change >> top)))
+            value = word(word(change << unit) ^ word(zero - word(change >> top)))
             for k in range(width):
                 planes[k, i] = (value >> shifts[k]) & byte
 
@@ -84,7 +99,7 @@ def of(word_bytes: int) -> Kernels:
             value = zero
             for k in range(width):
                 value = word(value | word(word(planes[k, i]) << shifts[k]))
-            change = word(word(value >> one) ^ word(zero - word(value & one)))
+            change = word(word(value >> unit) ^ word(zero - word(value & unit)))
             out[i] = word(change + old[i])
 
     return Kernels(
@@ -92,4 +107,50 @@ def of(word_bytes: int) -> Kernels:
         join=compiled(join),
         subtract=compiled(subtract),
         add=compiled(add),
+        find=compiled(_finder(word_bytes)),
     )
+
+
+def _finder(word_bytes: int) -> Callable[..., int]:
+    """The function `find` of `Kernels`, not yet compiled."""
+    word = _WORDS[word_bytes]
+    zero, unit, top = word(0), word(1), word(8 * word_bytes - 1)
+    block_words = _BLOCK_BYTES // word_bytes
+
+    def find(
+        new: np.ndarray,
+        old: np.ndarray,
+        most: int,
+        positions: np.ndarray,
+        values: np.ndarray,
+        blocks: np.ndarray,
+    ) -> int:
+        count = 0
+        for start in range(0, new.size, FIND_WORDS):
+            stop = start + FIND_WORDS
+            one, other = new[start:stop], old[start:stop]
+            differ = zero
+            if one.size == FIND_WORDS:
+                # Of a length known to the compiler: many words by one instruction.
+                for i in range(FIND_WORDS):
+                    differ = word(differ | word(one[i] ^ other[i]))
+            else:
+                for i in range(one.size):
+                    differ = word(differ | word(one[i] ^ other[i]))
+            if differ == zero:
+                continue
+            blocks[start // block_words] = True
+            if count > most:
+                for i in range(one.size):
+                    count += int(one[i] != other[i])
+                continue
+            for i in range(one.size):
+                # Written always, kept if it is one: jumps would cost more.
+                change = word(one[i] - other[i])
+                sign = word(zero - word(change >> top))
+                positions[count] = start + i
+                values[count] = word(word(change << unit) ^ sign)
+                count += int(change != zero)
+        return count
+
+    return find

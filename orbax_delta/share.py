@@ -31,7 +31,6 @@ from orbax_delta.background import (
     Pool,
     Stopwatch,
     batches,
-    each,
     ordered_map,
     pool,
 )
@@ -228,7 +227,7 @@ class ShareWriter:
         read = reader.ReadCount()
         coded = ordered_map(
             executor,
-            each(functools.partial(coding.code, options=options)),
+            functools.partial(coding.code, options=options),
             batches(
                 recall.ahead(
                     changed, options, self.packs, read, hurried=self.request.hurried
@@ -236,7 +235,7 @@ class ShareWriter:
                 lambda task: task.finding.chunk.content_bytes,
                 least=changes.BATCH_BYTES,
             ),
-            window=4 * options.worker_count,
+            window=2 * options.worker_count,
         )
         previous = -1
         for result in itertools.chain.from_iterable(coded):

@@ -16,7 +16,7 @@ import strategies
 from hostile import Judge, item_folder, part_file
 
 import orbax_delta
-from orbax_delta import codecs, frames, parts, planes
+from orbax_delta import codecs, frames, parts, planes, sparse
 from orbax_delta.codecs import Form
 from orbax_delta.dtypes import Rule
 from orbax_delta.errors import (
@@ -130,7 +130,7 @@ def test_any_payload_takes_memory_by_its_content_alone(form, word_bytes):
     coded = planes.encode(base, word_bytes)
     payload = {
         Form.BLOCKS: b"\xff" * (size // codecs.BLOCK_BYTES // 8) + coded,
-        Form.SPARSE: codecs._SPARSE_HEAD.pack(4, size // word_bytes)
+        Form.SPARSE: sparse._HEAD.pack(4, size // word_bytes)
         + planes.encode(np.zeros(4 * size // word_bytes, np.uint8), 4)
         + coded,
     }.get(form, coded)

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from orbax_delta import codecs, differences, planes
+from orbax_delta import codecs, differences, planes, sparse
 from orbax_delta.codecs import BLOCK_BYTES, Form
 from orbax_delta.errors import CorruptionError, DeltaError
 
@@ -65,7 +65,7 @@ def _payload(form, content, base, word_bytes):
     words = difference.view(f"<u{word_bytes}")
     positions = np.flatnonzero(words)
     values = words[positions].view(np.uint8)
-    return codecs._encode_sparse(positions, values, word_bytes)
+    return sparse.encode(positions, values, word_bytes)
 
 
 @st.composite

@@ -32,6 +32,7 @@ from orbax_delta import (
     records,
     reports,
     shardings,
+    sparse,
     store,
     storefiles,
     trees,
@@ -95,7 +96,7 @@ def _magic(text):
     ("section", "index", "layout"),
     [
         ("4.2", 0, planes._HEAD),
-        ("4.7", 0, codecs._SPARSE_HEAD),
+        ("4.7", 0, sparse._HEAD),
         ("5.1", 0, records._RECORD_HEAD),
         ("5.1", 1, records._CHECKSUM),
         ("6.1", 0, records._PACK_HEAD),

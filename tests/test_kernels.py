@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from orbax_delta import codecs, differences, kernels, planes
+from orbax_delta import codecs, differences, kernels, planes, sparse
 from orbax_delta.codecs import Form
 
 WORDS = (1, 2, 4, 8)
@@ -59,6 +59,40 @@ def test_the_same_as_numpy(word_bytes, one, other, count, calm):
     assert (made == new.reshape(-1, word_bytes).T).all()
     compiled.join(made, back)
     assert (back == new_words).all()
+
+
+@pytest.mark.parametrize("word_bytes", WORDS)
+@hypothesis.given(
+    st.integers(0, 99),
+    st.one_of(st.integers(1, 300), st.sampled_from([1023, 1024, 1025, 4096, 9001])),
+    st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 1.0]),
+    st.sampled_from([0.0, 0.125, 1.0]),
+)
+def test_the_same_changes_are_found(word_bytes, seed, count, changed, most):
+    """How many, where and which, however many are asked for."""
+    rng = np.random.default_rng(seed)
+    word = np.dtype(f"<u{word_bytes}")
+    old = as_bytes(seed, count, word_bytes, calm=False)
+    new = old.copy()
+    places = np.flatnonzero(rng.random(count) < changed)
+    new.view(word)[places] += rng.integers(1, 100, places.size).astype(word)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_LEAST_BYTES", 0)
+        for available in (True, False):
+            patch.setattr(kernels, "AVAILABLE", available)
+            found[available] = sparse.find(new, old, word_bytes, most=int(most * count))
+    compiled, plain = found[True], found[False]
+    assert compiled.count == plain.count == places.size
+    assert (compiled.blocks == plain.blocks).all()
+    for got, wanted in (
+        (compiled.positions, plain.positions),
+        (compiled.values, plain.values),
+    ):
+        assert (got is None) == (wanted is None) == (places.size > int(most * count))
+        assert wanted is None or (got == wanted).all()
+    if plain.positions is not None:
+        assert (plain.positions == places).all()
 
 
 @pytest.mark.parametrize("calm", [True, False])

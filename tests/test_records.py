@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from orbax_delta import codecs, differences, records
+from orbax_delta import codecs, differences, records, sparse
 from orbax_delta.codecs import Form
 from orbax_delta.errors import (
     CorruptionError,
@@ -96,7 +96,7 @@ def test_a_sparse_record_is_these_bytes():
     words = difference.view("<u4")
     positions = np.flatnonzero(words)
     values = words[positions].view(np.uint8)
-    payload = codecs._encode_sparse(positions, values, 4)
+    payload = sparse.encode(positions, values, 4)
     assert _record(NEW, form=Form.SPARSE, payload=payload).encode() == GOLDEN_SPARSE
 
 

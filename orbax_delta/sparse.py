@@ -1,0 +1,126 @@
+"""Sparse changes: which words of a chunk changed, and the payload that says how.
+
+FORMAT.md section 4.7 is the contract. Does not belong here: when this form is taken.
+"""
+
+import dataclasses
+import struct
+
+import numpy as np
+
+from orbax_delta import differences, kernels, planes, scratch
+from orbax_delta.differences import BLOCK_BYTES, Bytes
+from orbax_delta.errors import CorruptionError
+
+_HEAD = struct.Struct("<BI")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Where two contents differ.
+
+    Attributes:
+        count: Words that differ.
+        blocks: bool[blocks], the 4 KiB blocks in which they lie.
+        positions: uint32[count], which words they are; None: they are too many.
+        values: uint8[count * word_bytes], their zigzag differences.
+    """
+
+    count: int
+    blocks: np.ndarray
+    positions: np.ndarray | None
+    values: Bytes | None
+
+
+def find(content: Bytes, base: Bytes, word_bytes: int, *, most: int) -> Changes:
+    """Compare two contents of one size.
+
+    Args:
+        content: The new one.
+        base: The old one.
+        word_bytes: Size of a word, 1, 2, 4 or 8.
+        most: Positions are wanted of so many words at most.
+    """
+    new, old = (differences.as_words(part, word_bytes) for part in (content, base))
+    if kernels.pay(content.size):
+        return _find_compiled(new, old, most)
+    changed = scratch.array("changed", new.size, 1).view(np.bool_)
+    np.not_equal(new, old, out=changed)
+    count = int(np.count_nonzero(changed))
+    blocks = differences.changed_blocks(changed, word_bytes)
+    if count > most:
+        return Changes(count=count, blocks=blocks, positions=None, values=None)
+    places = np.flatnonzero(changed)
+    values = new[places].view(np.uint8)
+    differences.subtract(values, old[places].view(np.uint8), word_bytes, values)
+    positions = places.astype(np.uint32)
+    return Changes(count=count, blocks=blocks, positions=positions, values=values)
+
+
+def _find_compiled(new: np.ndarray, old: np.ndarray, most: int) -> Changes:
+    word_bytes = new.itemsize
+    room = most + kernels.FIND_WORDS
+    positions = scratch.array("positions", room, 4)
+    values = scratch.array("values", room, word_bytes)
+    blocks = np.zeros(-(-new.nbytes // BLOCK_BYTES), np.bool_)
+    find_words = kernels.of(word_bytes).find
+    count = find_words(new, old, most, positions, values, blocks)
+    if count > most:
+        return Changes(count=count, blocks=blocks, positions=None, values=None)
+    return Changes(
+        count=count,
+        blocks=blocks,
+        positions=positions[:count].copy(),
+        values=values[:count].copy().view(np.uint8),
+    )
+
+
+def encode(positions: np.ndarray, values: Bytes, word_bytes: int) -> bytes:
+    """Payload of form SPARSE.
+
+    Args:
+        positions: Which words changed, in order.
+        values: Their zigzag differences.
+        word_bytes: Size of a word, 1, 2, 4 or 8.
+    """
+    gaps = positions.astype(np.uint32)
+    gaps[1:] -= gaps[:-1] + np.uint32(1)
+    widest = int(gaps.max(initial=0))
+    gap_bytes = 1 if widest < 1 << 8 else 2 if widest < 1 << 16 else 4
+    gap_words = gaps.astype(np.dtype(f"<u{gap_bytes}")).view(np.uint8)
+    return b"".join(
+        (
+            _HEAD.pack(gap_bytes, positions.size),
+            planes.encode(gap_words, gap_bytes),
+            planes.encode(values, word_bytes),
+        )
+    )
+
+
+def decode_onto(view: memoryview, content: Bytes, word_bytes: int) -> None:
+    """Change `content`, which is the base, to what the payload makes of it.
+
+    Raises:
+        CorruptionError: The payload does not describe a change of it; `content` then
+            holds anything.
+    """
+    words = differences.as_words(content, word_bytes)
+    if len(view) < _HEAD.size:
+        raise CorruptionError(f"a SPARSE record of {len(view)} bytes has no header")
+    gap_bytes, count = _HEAD.unpack_from(view)
+    if gap_bytes not in (1, 2, 4) or count > words.size:
+        raise CorruptionError(
+            f"a SPARSE record claims {count} changes with {gap_bytes}-byte gaps in a "
+            f"chunk of {words.size} elements"
+        )
+    gap_words, rest = planes.decode(view[_HEAD.size :], count * gap_bytes, gap_bytes)
+    values = planes.decode_exactly(rest, count * word_bytes, word_bytes)
+    gaps = differences.as_words(gap_words, gap_bytes)
+    positions = np.cumsum(gaps, dtype=np.int64)
+    positions += np.arange(count)
+    if count and int(positions[-1]) >= words.size:
+        raise CorruptionError(
+            f"a SPARSE record changes element {int(positions[-1])} of {words.size}"
+        )
+    differences.add(values, words[positions].view(np.uint8), word_bytes)
+    words[positions] = differences.as_words(values, word_bytes)
