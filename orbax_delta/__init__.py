@@ -8,6 +8,7 @@ Names are loaded when they are first used, so that the command line starts witho
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from orbax_delta import policies as policies
 from orbax_delta.errors import ConflictError as ConflictError
 from orbax_delta.errors import CorruptionError as CorruptionError
 from orbax_delta.errors import DeltaError as DeltaError

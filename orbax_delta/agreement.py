@@ -148,12 +148,14 @@ class Ballot:
         packs: Names of the packs that its rows refer to.
         report: Its share of the save's report.
         cover: Measure of its chunks; see `chunks.cover`.
+        features: What a reader of its rows must know.
     """
 
     part: PartEntry
     packs: Sequence[str]
     report: SaveReport
     cover: int
+    features: Sequence[str] = ()
 
     def to_document(self) -> Mapping[str, Any]:
         """JSON document."""
@@ -167,6 +169,7 @@ class Ballot:
             packs=document["packs"],
             report=SaveReport.from_document(document["report"]),
             cover=document["cover"],
+            features=document["features"],
         )
 
 

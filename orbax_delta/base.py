@@ -59,6 +59,7 @@ class Base:
         save_index: Saves up to and including the one the rows come from.
         predecessor: What the next MANIFEST says of that save; None before any.
         pack_sizes: Bytes of packs that the rows refer to, as far as known.
+        dither_seed: Of rounded leaves, since this base began; 0: none yet.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Base:
         self.save_index = save_index
         self.predecessor = predecessor
         self.pack_sizes: Mapping[str, int] = {}
+        self.dither_seed = 0
         self._leaves: dict[str, _LeafBase] = {}
         self._touched: list[tuple[str, Box]] = []
 

@@ -9,10 +9,11 @@ import json
 import time
 from typing import Any
 
-from orbax_delta import fields, selection
+from orbax_delta import fields, lossy, selection
 from orbax_delta.errors import InvalidInputError
 from orbax_delta.hosts import ALONE, Job, Round
 from orbax_delta.leaves import Snapshot
+from orbax_delta.lossy import Plan
 from orbax_delta.manifests import Json
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
@@ -26,6 +27,7 @@ class SaveRequest:
     Attributes:
         taken: The state; or why this process could not take it though others could.
         selection: What of it was left where it is, because it has not changed.
+        lossy: Leaves that are stored within a bound.
         custom_metadata: JSON to keep with the step.
         round: Where the processes agree on this save.
         hurried: The machine is about to be taken away: only what must be done.
@@ -38,6 +40,7 @@ class SaveRequest:
 
     taken: Snapshot | Exception
     selection: Selection
+    lossy: Plan
     custom_metadata: Json
     round: Round
     hurried: bool
@@ -81,9 +84,11 @@ def prepare(
     agreed = Round(job, name, timeout=options.vote_timeout)
     taken: Snapshot | Exception
     selected = selection.EVERYTHING
+    rounded: Plan = {}
     try:
         metadata = _metadata(custom_metadata)
         taken, selected = selection.take(tree, job, options, stored, hurried=hurried)
+        rounded = lossy.plan(taken.leaves, options.lossy)
     except Exception as error:  # noqa: BLE001 # raised by every process, here or later
         # One process alone must not raise here: the others wait in Orbax's barriers.
         agreed.declare(error)
@@ -93,6 +98,7 @@ def prepare(
     return SaveRequest(
         taken=taken,
         selection=selected,
+        lossy=rounded,
         custom_metadata=metadata,
         round=agreed,
         hurried=hurried,

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -20,10 +20,12 @@ from orbax_delta.base import Base, Entry
 from orbax_delta.chunks import Box
 from orbax_delta.codecs import Bytes
 from orbax_delta.dtypes import Rule
+from orbax_delta.grids import Grid, Kind
 from orbax_delta.leaves import Brought, HostLeaf, HostShard
 from orbax_delta.manifests import LeafEntry
-from orbax_delta.options import DeltaOptions
+from orbax_delta.options import MAX_CHAIN_LIMIT, DeltaOptions
 from orbax_delta.parts import Ref, Row
+from orbax_delta.rounding import Errors, Following, Lazily, OnGrid, Rounding
 
 BATCH_BYTES = 2 << 20
 """A thread takes small chunks together, up to about this much."""
@@ -48,6 +50,8 @@ class Chunk:
         shard: Box and content of the shard that it lies in.
         stored: The entry of the base, if any.
         content_bytes: Size of the content.
+        rounding: What becomes of it when it is stored; None: it stays as it is.
+        referred: Whether the list of another chunk may build on its own.
     """
 
     leaf_index: int
@@ -56,6 +60,8 @@ class Chunk:
     shard: HostShard
     stored: Entry | None
     content_bytes: int
+    rounding: Rounding | None = None
+    referred: bool = False
 
     @property
     def copied(self) -> bool:
@@ -68,7 +74,28 @@ class Chunk:
         """Whether `content` can tell what is in it."""
         return self.copied or bool(self.stored and self.stored.content is not None)
 
+    @property
+    def needs_copy(self) -> bool:
+        """Whether what is stored of it is compared with it at the next save."""
+        return isinstance(self.rounding, Lazily)
+
     def content(self) -> Bytes:
+        """`uint8[n]`, what is stored of it; of readable chunks."""
+        if isinstance(self.rounding, OnGrid):
+            return self.rounding.again(self.raw())
+        return self.rounded()[0]
+
+    def rounded(self) -> tuple[Bytes, Errors | None]:
+        """What is stored of it, and how far that lies from what it is."""
+        raw = self.raw()
+        return self.rounding.apply(raw) if self.rounding else (raw, None)
+
+    def source_content(self) -> Bytes | None:
+        """What is stored of the chunk that this one's grid is relative to."""
+        source = self.rounding.source if isinstance(self.rounding, OnGrid) else None
+        return source.content() if source else None
+
+    def raw(self) -> Bytes:
         """`uint8[n]`, a view where the chunk is contiguous; of readable chunks."""
         if not self.copied and self.stored and self.stored.content is not None:
             return self.stored.content
@@ -110,9 +137,11 @@ class Finding:
         status: What to do.
         digest: Digest of its content now.
         word: The element of a constant chunk.
-        source: Index of the finding that a derived chunk follows from.
+        source: Index of the finding that a derived chunk follows from, or a relative
+            one builds on.
         rule: The cast by which it follows; NONE: it is a copy.
         refs: Records of another run or item that a shared chunk refers to.
+        errors: How far what is stored lies from what the chunk is.
     """
 
     chunk: Chunk
@@ -122,6 +151,25 @@ class Finding:
     source: int = -1
     rule: Rule = Rule.NONE
     refs: tuple[Ref, ...] = ()
+    errors: Errors | None = None
+
+    @property
+    def grid(self) -> Grid | None:
+        """Where the values lie, unless they had to be stored bit for bit."""
+        rounding, errors = self.chunk.rounding, self.errors
+        if not isinstance(rounding, OnGrid) or errors is None or errors.exact:
+            return None
+        return rounding.grid
+
+    @property
+    def wants_source(self) -> bool:
+        """Whether its values lie on a grid that another chunk makes."""
+        return self.grid is not None and self.grid.kind is Kind.RELATIVE
+
+    @property
+    def relative(self) -> bool:
+        """Whether its record will build on the list of `source`."""
+        return self.wants_source and self.source >= 0
 
 
 ContentKey = tuple[bytes, int, int]
@@ -233,16 +281,17 @@ def _look(chunk: Chunk, refresh_every: int | None, elsewhere: Set[str]) -> Findi
     row = chunk.stored.row if chunk.stored else None
     if row is not None and not chunk.copied:
         return Finding(chunk=chunk, status=Status.SAME, digest=row.digest)
-    content = chunk.content()
+    content, errors = chunk.rounded()
     found = records.digest(content)
+    word = b""
     if row is not None and row.digest == found:
         refresh = is_due(row, refresh_every, elsewhere)
         status = Status.REFRESH if refresh else Status.SAME
-        return Finding(chunk=chunk, status=status, digest=found)
-    word = codecs.constant_word(content, chunk.leaf.element.word_bytes)
-    if word is not None:
-        return Finding(chunk=chunk, status=Status.CONSTANT, digest=found, word=word)
-    return Finding(chunk=chunk, status=Status.CHANGED, digest=found)
+    else:
+        constant = codecs.constant_word(content, chunk.leaf.element.word_bytes)
+        status = Status.CHANGED if constant is None else Status.CONSTANT
+        word = constant or b""
+    return Finding(chunk=chunk, status=status, digest=found, word=word, errors=errors)
 
 
 def is_due(row: Row, refresh_every: int | None, elsewhere: Set[str]) -> bool:
@@ -274,6 +323,7 @@ def _find_sources(seen: list[Finding], executor: Pool) -> list[Finding]:
     targets = [
         index for index, finding in enumerate(seen) if _may_follow(finding, kept_lists)
     ]
+    places = {(f.chunk.leaf_index, f.chunk.box): i for i, f in enumerate(seen)}
     roots = _roots(seen, targets)
     copies = {
         index: root
@@ -282,8 +332,18 @@ def _find_sources(seen: list[Finding], executor: Pool) -> list[Finding]:
     }
     confirmed = _confirm_copies(seen, copies, executor)
     alone = [index for index in targets if index not in confirmed]
-    casts = _casts(seen, alone, kept=set(alone) | _own_records(seen), executor=executor)
+    # What a list will build on is not known while others look for theirs.
+    kept = {i for i in alone if not seen[i].wants_source} | _own_records(seen)
+    casts = _followed(seen, alone, kept, places)
+    others = [index for index in alone if index not in casts]
+    casts |= _casts(seen, others, kept=kept, executor=executor)
     result = list(seen)
+    for index in alone:
+        rounding = seen[index].chunk.rounding
+        if seen[index].wants_source and isinstance(rounding, OnGrid):
+            source = places[_place(rounding.source)]
+            if _leaves_room(seen[source]):
+                result[index] = dataclasses.replace(seen[index], source=source)
     for index, (source, rule) in casts.items():
         result[index] = dataclasses.replace(
             seen[index], status=Status.DERIVED, source=source, rule=rule
@@ -295,6 +355,35 @@ def _find_sources(seen: list[Finding], executor: Pool) -> list[Finding]:
             seen[index], status=Status.DERIVED, source=source, rule=rule
         )
     return result
+
+
+def _place(chunk: Any) -> tuple[int, Box]:
+    return chunk.leaf_index, chunk.box
+
+
+def _leaves_room(source: Finding) -> bool:
+    """Whether a list may have one record more than that of `source` will have."""
+    stored = source.chunk.stored
+    if source.status is not Status.SAME or stored is None:
+        return True
+    return len(stored.row.refs) < MAX_CHAIN_LIMIT
+
+
+def _followed(
+    seen: Sequence[Finding],
+    targets: Sequence[int],
+    kept: Set[int],
+    places: Mapping[tuple[int, Box], int],
+) -> dict[int, tuple[int, Rule]]:
+    """Targets that were made casts of a chunk of `kept`."""
+    found = {}
+    for index in targets:
+        rounding, errors = seen[index].chunk.rounding, seen[index].errors
+        if isinstance(rounding, Following) and errors and not errors.exact:
+            source = places[_place(rounding.source)]
+            if source in kept:
+                found[index] = source, rounding.rule
+    return found
 
 
 def _may_follow(finding: Finding, kept_lists: set[tuple[Ref, ...]]) -> bool:
@@ -335,7 +424,8 @@ def content_key(finding: Finding) -> ContentKey:
 def _roots(seen: Sequence[Finding], targets: Sequence[int]) -> Mapping[ContentKey, int]:
     """For each content the first chunk that has it, stored ones before new ones."""
     roots: dict[ContentKey, int] = {}
-    for index in (*sorted(_own_records(seen)), *targets):
+    able = (index for index in targets if not seen[index].wants_source)
+    for index in (*sorted(_own_records(seen)), *able):
         roots.setdefault(content_key(seen[index]), index)
     return roots
 
@@ -381,7 +471,7 @@ def _casts(
     def verify(index: int) -> tuple[int, Rule] | None:
         chunk = seen[index].chunk
         rule = dtypes.cast_rule(chunk.leaf.dtype)
-        content = chunk.content()
+        content = seen[index].chunk.content()
         key = _cast_key(chunk, chunk.leaf.dtype, _sample(content, chunk))
         for source in candidates.get(key, ())[:_MAX_CANDIDATES]:
             cast = dtypes.derive(rule, seen[source].chunk.content())

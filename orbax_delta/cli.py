@@ -115,6 +115,10 @@ def show(root: str, step: str, as_json: bool) -> int:
         views.show(out, views.facts_table(document))
         views.say(out, "")
         views.show(out, views.leaves_table(document))
+        errors = views.errors_table(document)
+        if errors is not None:
+            views.say(out, "")
+            views.show(out, errors)
     return 0
 
 

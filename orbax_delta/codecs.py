@@ -10,10 +10,11 @@ import enum
 
 import numpy as np
 
-from orbax_delta import differences, planes, sparse
+from orbax_delta import differences, gridforms, grids, planes, sparse
 from orbax_delta.differences import BLOCK_BYTES as BLOCK_BYTES
 from orbax_delta.differences import Bytes as Bytes
 from orbax_delta.errors import CorruptionError
+from orbax_delta.grids import Grid, Kind
 from orbax_delta.sparse import Changes
 
 SPARSE_MAX_DENSITY = 0.125
@@ -28,12 +29,18 @@ class Form(enum.IntEnum):
     DIFFERENCE = 3
     BLOCKS = 4
     SPARSE = 5
+    GRID = 6
+    GRID_CHANGE = 7
+    RELATIVE = 8
 
     @property
     def is_full(self) -> bool:
         """Whether the content follows from this record alone."""
-        return self in (Form.CONSTANT, Form.PLANES)
+        return self in (Form.CONSTANT, Form.PLANES, Form.GRID)
 
+
+GRID_FORMS = frozenset({Form.GRID, Form.GRID_CHANGE, Form.RELATIVE})
+"""Those of values on a grid."""
 
 FORM_NUMBERS = frozenset(map(int, Form))
 """Numbers that stand for a form (Python 3.11 cannot ask the enum)."""
@@ -82,6 +89,11 @@ def encode_full(content: Bytes, word_bytes: int) -> bytes:
     return planes.encode(content, word_bytes)
 
 
+def encode_on_grid(content: Bytes, grid: Grid, source: Bytes | None) -> bytes | None:
+    """Payload of form GRID, or RELATIVE to `source`; None: it does not lie there."""
+    return gridforms.encode(content, grid, other=source)
+
+
 def estimate_full_bytes(content: Bytes, word_bytes: int) -> int:
     """About what `encode_full` would give, from a few pieces of the content."""
     return planes.estimate_bytes(content, word_bytes)
@@ -94,7 +106,11 @@ def find_changes(content: Bytes, base: Bytes, word_bytes: int) -> Changes:
 
 
 def encode_delta(
-    content: Bytes, base: Bytes, word_bytes: int, found: Changes | None = None
+    content: Bytes,
+    base: Bytes,
+    word_bytes: int,
+    found: Changes | None = None,
+    grid: Grid | None = None,
 ) -> Delta:
     """The smallest delta payload that turns `base` into `content`.
 
@@ -107,6 +123,7 @@ def encode_delta(
         base: The old one, of the same size.
         word_bytes: Size of an element, 1, 2, 4 or 8.
         found: What `find_changes` finds, if it has been called.
+        grid: Where the values of the new content lie, if on one that is not RELATIVE.
     """
     found = found or find_changes(content, base, word_bytes)
     changed_blocks = int(np.count_nonzero(found.blocks))
@@ -116,14 +133,19 @@ def encode_delta(
     if found.positions is not None and found.values is not None:
         payload = sparse.encode(found.positions, found.values, word_bytes)
         candidates.append((len(payload), Form.SPARSE, payload))
-    rarely = changed_blocks <= BLOCKS_MAX_SHARE * found.blocks.size
+    rarely = grid is None and changed_blocks <= BLOCKS_MAX_SHARE * found.blocks.size
     if rarely and found.count > SPARSE_MAX_DENSITY * block_words:
         picked = _marked_blocks(content, found.blocks)
         before = _marked_blocks(base, found.blocks)
         differences.subtract(picked, before, word_bytes, picked)
         payload = _encode_blocks(found.blocks, picked, word_bytes)
         candidates.append((len(payload), Form.BLOCKS, payload))
-    if found.count > SPARSE_MAX_DENSITY / 4 * words or not candidates:
+    on_grid = None
+    if grid is not None and grid.kind is not Kind.RELATIVE:
+        on_grid = gridforms.encode(content, grid, other=base)
+    if on_grid is not None:
+        candidates.append((len(on_grid), Form.GRID_CHANGE, on_grid))
+    elif found.count > SPARSE_MAX_DENSITY / 4 * words or not candidates:
         payload = planes.encode_change(content, base, word_bytes)
         candidates.append((len(payload), Form.DIFFERENCE, payload))
     _, form, payload = min(candidates)
@@ -176,6 +198,13 @@ def decode(
         return fill(bytes(view), content_bytes, out)
     if form is Form.PLANES:
         return planes.decode_exactly(view, content_bytes, word_bytes, out)
+    if form in GRID_FORMS and word_bytes != grids.WORD_BYTES:
+        raise CorruptionError(
+            f"a {form.name} record has words of {word_bytes} bytes; expected "
+            f"{grids.WORD_BYTES}"
+        )
+    if form is Form.GRID:
+        return _put(gridforms.decode(view, None, content_bytes, relative=False), out)
     if base is None or base.size != content_bytes:
         raise CorruptionError(
             f"a {form.name} record needs {content_bytes} bytes of base content; "
@@ -185,9 +214,20 @@ def decode(
         return planes.decode_change(view, base, word_bytes, out)
     if form is Form.BLOCKS:
         return _decode_blocks(view, base, word_bytes, out)
+    if form in GRID_FORMS:
+        relative = form is Form.RELATIVE
+        return _put(gridforms.decode(view, base, content_bytes, relative=relative), out)
     content = _copied(base, out)
     sparse.decode_onto(view, content, word_bytes)
     return content
+
+
+def _put(content: Bytes, out: Bytes | None) -> Bytes:
+    """`content`, or a copy of it in `out`."""
+    if out is None:
+        return content
+    np.copyto(out, content)
+    return out
 
 
 def _copied(base: Bytes, out: Bytes | None) -> Bytes:

@@ -40,7 +40,7 @@ class Coded:
         finding: The chunk.
         form: Form of the record.
         record: Its bytes, in pieces.
-        earlier: Records that it builds on.
+        earlier: Records of the chunk itself that it builds on.
         composed: Whether it stands for several changes at once.
         content: Private copy of the new content, to be the next save's base; None: it
             is not held.
@@ -82,7 +82,7 @@ class Coded:
         stored = self.finding.chunk.stored
         if self.composed or self.finding.status is Status.REFRESH or stored is None:
             return Lifetime.LONG
-        if self.form.is_full:
+        if self.form.is_full or self.form is Form.RELATIVE:
             due = stored.row.age + 1 >= options.refresh_every
             return Lifetime.LONG if due else Lifetime.SHORT
         full_bytes = self.earlier[0].length or self.finding.chunk.content_bytes
@@ -124,11 +124,19 @@ def code(tasks: Sequence[Task], *, options: DeltaOptions) -> list[Coded]:
 
 
 def _compare(task: Task) -> _Compared:
-    content, base = task.finding.chunk.content(), task.base()
+    chunk = task.finding.chunk
+    content, base = chunk.content(), task.base()
     changes = None
     if base is not None:
-        word_bytes = task.finding.chunk.leaf.element.word_bytes
+        word_bytes = chunk.leaf.element.word_bytes
         changes = codecs.find_changes(content, base, word_bytes)
+    if chunk.rounding and records.digest(content) != task.finding.digest:
+        # It is made again from the same values, which must not have moved.
+        raise CorruptionError(
+            f"leaf {chunk.leaf.name}, chunk {chunk.box}: rounded twice, it gave two "
+            "contents; nothing was committed. Check this machine's memory, and report "
+            "it if it happens again"
+        )
     return _Compared(task=task, content=content, base=base, changes=changes)
 
 
@@ -139,7 +147,9 @@ def _code(compared: _Compared, options: DeltaOptions) -> Coded:
     delta = None
     if base is not None and compared.changes is not None:
         word_bytes = chunk.leaf.element.word_bytes
-        delta = codecs.encode_delta(content, base, word_bytes, compared.changes)
+        delta = codecs.encode_delta(
+            content, base, word_bytes, compared.changes, finding.grid
+        )
         if task.replaces or chunk.spread % _SELF_CHECK_EVERY == 0:
             _self_check(finding, delta, base, content)
     return _record(task, content, delta, options)
@@ -160,21 +170,28 @@ def _record(
         content_digest=finding.digest,
         payload=payload,
     ).pieces()
+    alone = form.is_full or form is Form.RELATIVE
     renewed = finding.status is Status.REFRESH
-    if renewed:
-        outlook = holding.renewed(options)
+    if form is Form.RELATIVE:
+        outlook = Outlook(hold=False)  # nothing builds on it
+    elif renewed:
+        outlook = holding.renewed(options, always=chunk.needs_copy)
     else:
         unpaid = delta is not None and len(delta.payload) > UNPAID_SHARE * full_bytes
         outlook = holding.written(
-            stored, options, recalled=task.recalled, unpaid=unpaid
+            stored,
+            options,
+            recalled=task.recalled,
+            unpaid=unpaid,
+            always=chunk.needs_copy,
         )
     blocks = 0 if renewed else -(-content.size // codecs.BLOCK_BYTES)
     return Coded(
         finding=finding,
         form=form,
         record=record,
-        earlier=() if form.is_full else earlier,
-        composed=bool(replaces) and not form.is_full,
+        earlier=() if alone else earlier,
+        composed=bool(replaces) and not alone,
         content=_keep(task, content, delta) if outlook.hold else None,
         outlook=outlook,
         changed_words=_changed(finding, delta.changed_words if delta else None),
@@ -194,30 +211,47 @@ def _choose(
     Returns:
         Form and payload, and about what the payload of a full record takes.
     """
-    word_bytes = finding.chunk.leaf.element.word_bytes
     if delta is None or not earlier:
-        full = codecs.encode_full(content, word_bytes)
-        return Form.PLANES, full, len(full)
+        form, full = _full(finding, content)
+        return form, full, len(full)
     first, delta_bytes = earlier[0], len(delta.payload)
-    made: bytes | None = None
+    made: tuple[Form, bytes] | None = None
     full_bytes = first.length
     if first.form is Form.CONSTANT:
         # Nothing tells how large a full record would be but making it.
-        made = codecs.encode_full(content, word_bytes)
-        full_bytes = len(made) + records.RECORD_OVERHEAD_BYTES
+        made = _full(finding, content)
+        full_bytes = len(made[1]) + records.RECORD_OVERHEAD_BYTES
     elif delta_bytes > _SURELY_WORTH_SHARE * full_bytes:
-        expected = codecs.estimate_full_bytes(content, word_bytes)
+        expected = _expected_full_bytes(finding, content, first)
         if expected < _SAMPLE_MARGIN * delta_bytes:
-            made = codecs.encode_full(content, word_bytes)
+            made = _full(finding, content)
     listed = sum(ref.length for ref in earlier)
     total = listed + delta_bytes + records.RECORD_OVERHEAD_BYTES
     too_dear = total > options.read_budget * full_bytes
     if made is not None:
-        full_bytes = len(made)
-    if too_dear or (made is not None and len(made) <= delta_bytes):
-        made = made or codecs.encode_full(content, word_bytes)
-        return Form.PLANES, made, len(made)
+        full_bytes = len(made[1])
+    if too_dear or (made is not None and len(made[1]) <= delta_bytes):
+        form, full = made or _full(finding, content)
+        return form, full, len(full)
     return delta.form, delta.payload, full_bytes
+
+
+def _full(finding: Finding, content: Bytes) -> tuple[Form, bytes]:
+    """The record that needs none of the chunk's own before it."""
+    grid = finding.grid
+    if grid is not None:
+        source = finding.chunk.source_content() if finding.relative else None
+        payload = codecs.encode_on_grid(content, grid, source)
+        if payload is not None:
+            return Form.RELATIVE if finding.relative else Form.GRID, payload
+    word_bytes = finding.chunk.leaf.element.word_bytes
+    return Form.PLANES, codecs.encode_full(content, word_bytes)
+
+
+def _expected_full_bytes(finding: Finding, content: Bytes, first: Ref) -> int:
+    if finding.grid is not None:
+        return first.length if first.form is Form.GRID else 0
+    return codecs.estimate_full_bytes(content, finding.chunk.leaf.element.word_bytes)
 
 
 def _keep(task: Task, content: Bytes, delta: codecs.Delta | None) -> Bytes:

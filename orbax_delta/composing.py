@@ -20,6 +20,9 @@ from orbax_delta.records import Record
 # record that one pays: it makes the list short, and cheap to read, as well.
 _MOST_SHARE = 0.5
 
+_NOT_SUMS = (Form.GRID_CHANGE, Form.RELATIVE)
+"""Forms of changes that are no sums of words."""
+
 
 def replaced(
     row: Row, content_bytes: int, options: DeltaOptions, *, hurried: bool
@@ -47,8 +50,11 @@ def replaced(
     count = min(row.since, deltas) if due else deltas
     if len(row.refs) - count >= options.max_chain:
         count = deltas
+    tail = row.refs[len(row.refs) - count :]
+    if any(ref.form in _NOT_SUMS for ref in tail):
+        return None
     full_bytes = row.refs[0].length or content_bytes
-    lengths = sum(ref.length for ref in row.refs[len(row.refs) - count :])
+    lengths = sum(ref.length for ref in tail)
     return None if lengths > _MOST_SHARE * full_bytes else count
 
 

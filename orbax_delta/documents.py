@@ -123,6 +123,7 @@ def _of_leaves(step: Step) -> list[Document]:
                 "records_per_chunk_max": longest,
                 "stored_bytes": sum(ref.length for ref in refs),
                 "forms": _forms(rows[index]),
+                "lossy": step.manifest.lossy.get(leaf.name),
             }
         )
     return documents

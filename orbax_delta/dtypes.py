@@ -165,6 +165,19 @@ def source_bytes(rule: Rule, size: int) -> int:
     return size if rule is Rule.NONE else size * _CAST_WIDTH_RATIO
 
 
+def least_normal(rule: Rule) -> float:
+    """Below this the values of a cast lie no closer."""
+    return 2.0**-126 if rule is Rule.F32_TO_BF16 else 2.0**-14
+
+
+def cast_values(rule: Rule, content: Bytes) -> np.ndarray:
+    """float64[n]: what the elements of a cast are as numbers."""
+    if rule is Rule.F32_TO_BF16:
+        widened = content.view(np.uint16).astype(np.uint32) << np.uint32(16)
+        return widened.view(np.float32).astype(np.float64)
+    return content.view(np.float16).astype(np.float64)
+
+
 def derive(rule: Rule, source: Bytes) -> Bytes | None:
     """Content that a cast makes of `source`; None where it meets a NaN.
 

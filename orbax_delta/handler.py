@@ -86,10 +86,13 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
         self, directory: epath.Path, args: ocp.args.CheckpointArgs
     ) -> SaveRequest:
         tree, custom_metadata = delegation.saved_item(args)
+        options = self.options
+        if isinstance(args, DeltaSave):
+            options = args.options(options)
         return processes.prepare(
             tree,
             str(directory),
-            self.options,
+            options,
             known=self._sessions.known,
             custom_metadata=custom_metadata,
         )
@@ -162,10 +165,24 @@ class DeltaSave(ocp.args.CheckpointArgs):
     Attributes:
         item: Any pytree of arrays, typed keys and Python values.
         custom_metadata: JSON to keep with the step.
+        exact: Store every leaf bit for bit, whatever `DeltaOptions.lossy` says.
     """
 
     item: Any
     custom_metadata: Any = None
+    exact: bool = False
+
+    def options(self, options: DeltaOptions) -> DeltaOptions:
+        """`options` as this save has them.
+
+        Raises:
+            InvalidInputError: `exact` is no bool.
+        """
+        if type(self.exact) is not bool:
+            raise InvalidInputError(
+                f"DeltaSave.exact is {self.exact!r}; expected True or False"
+            )
+        return dataclasses.replace(options, lossy=None) if self.exact else options
 
 
 @ocp.args.register_with_handler(DeltaCheckpointHandler, for_restore=True)

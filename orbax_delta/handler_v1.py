@@ -30,7 +30,7 @@ from orbax.checkpoint import v1
 from orbax_delta import delegation, leaves, processes, shardings, steps, trees
 from orbax_delta.blocking import SaveRequest
 from orbax_delta.errors import InvalidInputError, NotFoundError
-from orbax_delta.handler import DeltaCheckpointHandler, DeltaRestore
+from orbax_delta.handler import DeltaCheckpointHandler, DeltaRestore, DeltaSave
 from orbax_delta.manifests import MANIFEST_NAME, LeafEntry
 from orbax_delta.options import DeltaOptions, options_of
 from orbax_delta.places import locate
@@ -73,7 +73,10 @@ class DeltaHandler:
     async def save(
         self, directory: v1.path.PathAwaitingCreation, checkpointable: Any
     ) -> Awaitable[None]:
-        """Take the state now, write it in the awaitable; that raises whatever fails."""
+        """Take the state now, write it in the awaitable; that raises whatever fails.
+
+        `DeltaSave(tree, exact=True)` is understood too.
+        """
         # Orbax keeps the awaitable; the state must not live as long.
         prepared = [_prepared(checkpointable, str(directory.path), self.options)]
 
@@ -154,6 +157,8 @@ class DeltaHandler:
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether it is a tree of leaves that can be stored."""
+        if isinstance(checkpointable, DeltaSave):
+            return self.is_handleable(checkpointable.item)
         return not isinstance(checkpointable, v1.StatefulCheckpointable) and (
             leaves.storable(checkpointable)
         )
@@ -308,8 +313,18 @@ def _prepared(
     from then on, and its default policy skips every later one without a word. The
     awaitable may raise.
     """
+    metadata = None
+    if isinstance(tree, DeltaSave):
+        options = tree.options(options)
+        tree, metadata = tree.item, tree.custom_metadata
     try:
-        request = processes.prepare(tree, directory, options, known=_SESSIONS.known)
+        request = processes.prepare(
+            tree,
+            directory,
+            options,
+            known=_SESSIONS.known,
+            custom_metadata=metadata,
+        )
     except Exception as error:  # noqa: BLE001 # raised by the awaitable
         refused = error
 

@@ -33,7 +33,12 @@ class Outlook:
 
 
 def written(
-    stored: Entry | None, options: DeltaOptions, *, recalled: bool, unpaid: bool
+    stored: Entry | None,
+    options: DeltaOptions,
+    *,
+    recalled: bool,
+    unpaid: bool,
+    always: bool = False,
 ) -> Outlook:
     """Of a changed chunk.
 
@@ -42,8 +47,9 @@ def written(
         options: Options in force.
         recalled: Whether its old content had to be read back.
         unpaid: Whether the delta that was tried was no smaller than `UNPAID_SHARE`.
+        always: Whether its policy needs the copy, whatever the option says.
     """
-    if options.base == "keep":
+    if options.base == "keep" or always:
         return Outlook(hold=True)
     if not options.full_every or options.max_chain < 2:
         return Outlook(hold=False)  # there will be no deltas
@@ -54,21 +60,25 @@ def written(
     return Outlook(hold=options.base == "auto" and not skip, grace=grace, skip=skip)
 
 
-def renewed(options: DeltaOptions) -> Outlook:
+def renewed(options: DeltaOptions, *, always: bool = False) -> Outlook:
     """Of a chunk that is written anew though it has not changed."""
-    return Outlook(hold=options.base == "keep")
+    return Outlook(hold=options.base == "keep" or always)
 
 
-def unchanged(stored: Entry, row: Row, options: DeltaOptions) -> Entry:
+def unchanged(
+    stored: Entry, row: Row, options: DeltaOptions, *, always: bool = False
+) -> Entry:
     """The next entry of a chunk that has not changed.
 
     One that was read back before stays for some saves without a change, so that what
     changes now and then is not read each time.
     """
-    held = stored.idle < stored.grace if options.base == "auto" else True
+    held = options.base == "keep" or always
+    if options.base == "auto":
+        held = held or stored.idle < stored.grace
     return Entry(
         row=row,
-        content=stored.content if held and options.base != "store" else None,
+        content=stored.content if held else None,
         idle=min(stored.idle + 1, _MOST_IDLE),
         grace=stored.grace,
         skip=stored.skip,

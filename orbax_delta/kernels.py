@@ -50,6 +50,24 @@ class Kernels(NamedTuple):
     ]
 
 
+def compiler(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator that compiles a function when it is first called.
+
+    Args:
+        **options: For numba.
+    """
+    # Imported where it is used: it takes a quarter of a second and 60 MB of memory.
+    numba: Any = importlib.import_module("numba")
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        try:
+            return numba.njit(nogil=True, cache=True, **options)(function)
+        except RuntimeError:  # there is no folder to keep compiled code in
+            return numba.njit(nogil=True, **options)(function)
+
+    return compiled
+
+
 _WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -60,16 +78,7 @@ def of(word_bytes: int) -> Kernels:
     Args:
         word_bytes: 1, 2, 4 or 8.
     """
-    # Imported where it is used: it takes a quarter of a second and 60 MB of memory.
-    numba: Any = importlib.import_module("numba")
-
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        try:
-            made: Callable[..., Any] = numba.njit(nogil=True, cache=True)(function)
-        except RuntimeError:  # there is no folder to keep compiled code in
-            made = numba.njit(nogil=True)(function)
-        return made
-
+    compiled = compiler()
     word = _WORDS[word_bytes]
     width, zero, unit = word_bytes, word(0), word(1)
     top, byte = word(8 * word_bytes - 1), word(255)

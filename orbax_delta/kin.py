@@ -126,7 +126,9 @@ class Kin:
                 continue
             for row in rows:
                 key = _key_of(row, one.manifest)
-                usable = row.rule is Rule.NONE and len(row.refs) <= options.max_chain
+                # One record less than allowed: another chunk may build on it.
+                room = len(row.refs) <= max(1, options.max_chain - 1)
+                usable = row.rule is Rule.NONE and room
                 whole = usable and not any(ref.pack in self._gone for ref in row.refs)
                 if whole and key in wanted and len(found) < MAX_CANDIDATES:
                     found.setdefault(key, row.refs)

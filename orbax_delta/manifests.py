@@ -31,7 +31,9 @@ _VERSION = re.compile(rb"ORBAX-DELTA-MANIFEST (\d{1,9})(?!\d)")
 _MAX_HEADER_BYTES = 80
 _ZSTD_LEVEL = 9
 
-KNOWN_FEATURES: frozenset[str] = frozenset()
+LOSSY = "lossy"
+"""Feature of steps in which values lie on grids; they have a field of this name."""
+KNOWN_FEATURES: frozenset[str] = frozenset({LOSSY})
 
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 PACK_NAME = re.compile(r"([0-9a-f]{32})-p\d{1,9}-\d{1,9}", re.ASCII)
@@ -74,6 +76,7 @@ _MANIFEST_FIELDS: Mapping[str, fields.Types] = {
     "custom_metadata": (dict, list, str, int, float, bool, _NONE),
     "required_features": (list,),
 }
+_LOSSY_FIELDS = {**_MANIFEST_FIELDS, LOSSY: (dict,)}
 _LEAF_FIELDS: Mapping[str, fields.Types] = {
     "path": (list,),
     "kind": (str,),
@@ -188,6 +191,8 @@ class Manifest:
         report: The SaveReport.
         custom_metadata: What the caller gave along, as JSON.
         required_features: Features a reader must know.
+        lossy: Policies of leaves that are stored within a bound, by path; only with
+            the feature of that name.
     """
 
     attempt: str
@@ -208,6 +213,7 @@ class Manifest:
     root_uuid: str = ""
     custom_metadata: Json = None
     required_features: Sequence[str] = ()
+    lossy: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
     @property
     def self_contained(self) -> bool:
@@ -242,6 +248,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     ]
     document["parts"] = [_fields_of(part, _PART_FIELDS) for part in manifest.parts]
     document["shardings"] = table.documents
+    if LOSSY in manifest.required_features:
+        document[LOSSY] = manifest.lossy
     text = json.dumps(
         document, sort_keys=True, separators=(",", ":"), allow_nan=False
     ).encode()
@@ -335,7 +343,8 @@ def _check_version(head: bytes, where: str) -> None:
 
 def _from_document(document: dict[str, Json], where: str) -> Manifest:
     try:
-        fields.check(document, _MANIFEST_FIELDS)
+        lossy = LOSSY in document["required_features"]
+        fields.check(document, _LOSSY_FIELDS if lossy else _MANIFEST_FIELDS)
         table = document.pop("shardings")
         for sharding in table:
             fields.check_sharding(sharding)
@@ -371,6 +380,9 @@ def _rules(
     yield "options", fields.holds(document["options"])
     yield "versions", fields.holds(document["versions"], (str,))
     yield "custom_metadata", fields.is_shallow(document["custom_metadata"])
+    names = {leaf.name for leaf in leaves}
+    for name, policy in document.get(LOSSY, {}).items():
+        yield LOSSY, name in names and fields.holds(policy)
     yield "packs", all(type(pack) is str for pack in packs)
     yield "packs", all(map(PACK_NAME.fullmatch, packs))
     yield "packs", len(set(packs)) == len(packs)

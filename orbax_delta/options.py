@@ -8,7 +8,8 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from orbax_delta import errors
+from orbax_delta import errors, policies
+from orbax_delta.policies import Lossy
 
 StoreLocation = str | Mapping[str, Any]
 """Where a folder lies: a path, a URL, or TensorStore's JSON of a key-value store."""
@@ -45,7 +46,8 @@ class DeltaOptions:
             each costs a request.
         full_every: After this many deltas a chunk's next record stands for all of them
             at once where they are small, and is full where they are not.
-        max_chain: No chunk that is written is made of more records than this.
+        max_chain: No chunk that is written is made of more records than this (with 1,
+            of 2 where its policy refers to another leaf).
         read_budget: Reading a chunk that is written never costs more than this many
             times the bytes of its full record.
         refresh_every: A chunk is written in full after this many saves at the latest,
@@ -73,6 +75,10 @@ class DeltaOptions:
             TensorStore kvstore spec. A relative path is taken from the working
             directory. None: `_delta_store` in the root, or the store that a root
             already uses.
+        lossy: Leaves that need not be stored bit for bit, and within which bound:
+            policies by pattern of their paths (as in `fnmatch`; the first one that fits
+            counts), or `policies.adamw(...)`. What changed is then found out on the
+            host.
 
     Raises:
         InvalidInputError: A value is out of its range; nothing is touched.
@@ -92,6 +98,7 @@ class DeltaOptions:
     vote_timeout: float = 900.0
     processes: Sequence[int] | None = None
     store: StoreLocation | None = dataclasses.field(default=None, hash=False)
+    lossy: Lossy | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         _check_int("chunk_bytes", self.chunk_bytes, 64, MAX_CHUNK_BYTES)
@@ -127,6 +134,7 @@ class DeltaOptions:
                 f"DeltaOptions.vote_timeout is {self.vote_timeout!r}; expected seconds "
                 "from 0.1 to 86400"
             )
+        policies.check(self.lossy)
         if self.processes is not None:
             self._check_processes(self.processes)
 
@@ -141,18 +149,25 @@ class DeltaOptions:
 
     def shared(self) -> dict[str, object]:
         """Options that all processes of a job must have alike, as JSON gives them."""
-        values = dataclasses.asdict(self)
+        values = self._values()
         # Matters of each host: its cores, its memory, its devices.
         del values["threads"], values["base"], values["compare_on"]
         alike: dict[str, object] = json.loads(json.dumps(values))
         return alike
 
+    def _values(self) -> dict[str, object]:
+        """By name, policies as JSON."""
+        plain = dataclasses.asdict(dataclasses.replace(self, lossy=None))
+        return plain | {"lossy": policies.documents(self.lossy)}
+
     def recorded(self) -> dict[str, object]:
         """Options as a MANIFEST keeps them."""
-        values = dataclasses.asdict(self)
+        values = self._values()
         # Of one run of the job, and no part of how the step is stored.
         for name in ("processes", "vote_timeout", "base", "compare_on"):
             del values[name]
+        if self.lossy is not None:
+            values["lossy"] = json.dumps(values["lossy"], sort_keys=True)
         if isinstance(self.store, Mapping):
             values["store"] = json.dumps(self.store, sort_keys=True)
         return values

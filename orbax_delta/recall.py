@@ -184,6 +184,11 @@ def _replaces(finding: Finding, options: DeltaOptions, *, hurried: bool) -> int 
     own = stored is not None and stored.row.rule is Rule.NONE
     if finding.status is not Status.CHANGED or stored is None or not own or stored.skip:
         return None
+    if finding.relative:
+        return None  # it builds on another chunk, not on its own past
+    if finding.chunk.referred and options.max_chain > 1:
+        # A record of another chunk comes after the list.
+        options = dataclasses.replace(options, max_chain=options.max_chain - 1)
     size = finding.chunk.content_bytes
     return composing.replaced(stored.row, size, options, hurried=hurried)
 

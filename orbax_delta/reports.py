@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +26,8 @@ class SaveReport:
         read_bytes: Bytes of earlier records read to make deltas against.
         chunks: Chunks of the state.
         chunks_by_form: Chunks by how this save stored them: `reference`, `constant`,
-            `derived`, `shared`, `planes`, `difference`, `blocks`, `sparse`.
+            `derived`, `shared`, `planes`, `difference`, `blocks`, `sparse`, and of
+            leaves with a policy `grid`, `grid_change`, `relative`.
         bytes_by_form: Bytes of new records by form.
         elements: Elements of the state's arrays; a complex one counts as its two
             parts, those of packed types by the byte.
@@ -42,6 +44,10 @@ class SaveReport:
             reports of steps that were saved before it was counted.
         held_bytes: Host memory that copies take after this save, for the next one to
             build on (option `base`).
+        lossy: By path of each leaf that was stored within a bound: `bound` and the
+            `largest` and `rms` error in its unit (see `policies`; not of casts, whose
+            errors are those of their source), `elements`, and how many of its chunks
+            had to be stored bit for bit, `exact_chunks`.
         stage_seconds: Time by stage of the background work: `wait` for Orbax's folder
             and the save before, `begin` (store, pin), `compare`, `code`, `write`
             (packs), `part`. With `blocking_seconds` they add up to `total_seconds`.
@@ -70,6 +76,7 @@ class SaveReport:
     total_seconds: float
     copied_bytes: int = 0
     held_bytes: int = 0
+    lossy: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def times_smaller(self) -> float:
@@ -89,8 +96,11 @@ class SaveReport:
             f"{human_bytes(self.written_bytes)} ({self.times_smaller:.2f} times "
             f"smaller); {self.chunks} chunks ({forms}); blocked "
             f"{self.blocking_seconds:.3f} s of {self.total_seconds:.2f} s, "
-            f"{self.gigabytes_per_second:.2f} GB/s{self._fewer_copies()}"
+            f"{self.gigabytes_per_second:.2f} GB/s{self._lossy()}{self._fewer_copies()}"
         )
+
+    def _lossy(self) -> str:
+        return f"; {len(self.lossy)} leaves within bounds" if self.lossy else ""
 
     def _fewer_copies(self) -> str:
         if self.copies >= self.copies_wanted:
@@ -118,6 +128,7 @@ class SaveReport:
             **summed,
             chunks_by_form=_added([share.chunks_by_form for share in shares]),
             bytes_by_form=_added([share.bytes_by_form for share in shares]),
+            lossy=_merged_errors([share.lossy for share in shares]),
             records_per_chunk_mean=listed / max(chunks, 1),
             records_per_chunk_max=max(share.records_per_chunk_max for share in shares),
             stage_seconds={
@@ -147,7 +158,7 @@ class SaveReport:
             field.name: field.default
             for field in dataclasses.fields(cls)
             if field.default is not dataclasses.MISSING
-        }
+        } | {"lossy": {}}
         document = {**defaults, **document}
         wrong = [
             name
@@ -176,6 +187,46 @@ _SUMMED = (
 )
 
 
+def leaf_errors(
+    *,
+    bound: float | None,
+    largest: float | None,
+    square_sum: float,
+    elements: int,
+    exact_chunks: int,
+) -> dict[str, float]:
+    """What `SaveReport.lossy` says of one leaf."""
+    found = {} if bound is None else {"bound": bound}
+    if largest is not None:
+        rms = math.sqrt(square_sum / max(elements, 1))
+        found |= {"largest": largest, "rms": rms}
+    return found | {
+        "elements": elements,
+        "exact_chunks": exact_chunks,
+    }
+
+
+def _merged_errors(
+    shares: Sequence[Mapping[str, Mapping[str, float]]],
+) -> Mapping[str, Mapping[str, float]]:
+    by_leaf: dict[str, list[Mapping[str, float]]] = {}
+    for share in shares:
+        for name, errors in share.items():
+            by_leaf.setdefault(name, []).append(errors)
+    return {
+        name: leaf_errors(
+            bound=found[0].get("bound"),
+            largest=max(one["largest"] for one in found)
+            if "largest" in found[0]
+            else None,
+            square_sum=sum(one.get("rms", 0.0) ** 2 * one["elements"] for one in found),
+            elements=int(sum(one["elements"] for one in found)),
+            exact_chunks=int(sum(one["exact_chunks"] for one in found)),
+        )
+        for name, found in by_leaf.items()
+    }
+
+
 def _added(counts: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
     total: collections.Counter[str] = collections.Counter()
     for count in counts:
@@ -187,9 +238,10 @@ def _is(kind: Any, value: Any) -> bool:
     """Whether a field that is annotated with `kind` may hold `value`."""
     if kind is str:
         return type(value) is str
+    if kind is float and type(value) is float:
+        return 0 <= value < math.inf
     if kind in (int, float):
-        number = type(value) is int or type(value) is kind
-        return number and 0 <= value <= _LARGEST_NUMBER
+        return type(value) is int and 0 <= value <= _LARGEST_NUMBER
     _, inner = typing.get_args(kind)
     return type(value) is dict and all(_is(inner, v) for v in value.values())
 
@@ -213,6 +265,8 @@ class RestoreReport:
         records_per_chunk_mean: Mean length of the lists of the wanted chunks.
         records_per_chunk_max: Length of the longest one.
         total_seconds: From the call to the finished tree.
+        lossy_leaves: Paths of wanted leaves that were stored within the bounds that
+            `orbax-delta show` gives, not bit for bit.
     """
 
     step: str
@@ -229,6 +283,7 @@ class RestoreReport:
     records_per_chunk_mean: float
     records_per_chunk_max: int
     total_seconds: float
+    lossy_leaves: Sequence[str] = ()
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -238,6 +293,8 @@ class RestoreReport:
     def line(self) -> str:
         """The report in one line."""
         live = f", {self.chunks_reused} of them live" if self.chunks_reused else ""
+        count = len(self.lossy_leaves)
+        lossy = f"; {count} leaves within bounds, not bit for bit" if count else ""
         return (
             f"restored step {self.step} ({self.item}): "
             f"{human_bytes(self.restored_bytes)} from {human_bytes(self.read_bytes)} "
@@ -245,7 +302,7 @@ class RestoreReport:
             f"chunks{live}, "
             f"{self.records_per_chunk_mean:.2f} records each (at most "
             f"{self.records_per_chunk_max}); {self.total_seconds:.2f} s, "
-            f"{self.gigabytes_per_second:.2f} GB/s"
+            f"{self.gigabytes_per_second:.2f} GB/s{lossy}"
         )
 
 

@@ -122,7 +122,11 @@ def _run(
         count = reader.ReadCount()
         healed = _read(step, filling, rest, survey, count, executor)
     values = filling.values
-    report = _report(step, wanted, reused, count, healed, started)
+    lossy = [p.entry.name for p in plans if p.entry.name in step.manifest.lossy]
+    report = dataclasses.replace(
+        _report(step, wanted, reused, count, healed, started),
+        lossy_leaves=tuple(lossy),
+    )
     _logger.info("%s", report.line())
     if target is None:
         paths = [leaf.path for leaf in step.manifest.leaves]

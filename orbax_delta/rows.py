@@ -70,7 +70,7 @@ class SaveRows:
         stored = coded.finding.chunk.stored
         if stored is None or stored.row.rule is not Rule.NONE:
             return self._first_counters(index)
-        if coded.form.is_full:
+        if coded.form.is_full or coded.form is Form.RELATIVE:
             return 0, 0
         age = min(stored.row.age + 1, MAX_AGE)
         return 0 if coded.composed else min(stored.row.since + 1, MAX_AGE), age
@@ -92,12 +92,24 @@ class SaveRows:
             self._coded.get(index) or self._settled(finding, index)
             for index, finding in enumerate(self.findings)
         ]
-        self.entries = [
+        followed = [
             entry or self._derived(finding, settled, index)
             for index, (entry, finding) in enumerate(
                 zip(settled, self.findings, strict=True)
             )
         ]
+        self.entries = [
+            self._relative(entry, followed[finding.source])
+            if entry.row.refs[0].form is Form.RELATIVE
+            else entry
+            for entry, finding in zip(followed, self.findings, strict=True)
+        ]
+
+    @staticmethod
+    def _relative(entry: Entry, source: Entry) -> Entry:
+        """An entry whose record builds on the list of another chunk."""
+        refs = (*source.row.refs, *entry.row.refs)
+        return dataclasses.replace(entry, row=dataclasses.replace(entry.row, refs=refs))
 
     def _settled(self, finding: Finding, index: int) -> Entry | None:
         chunk = finding.chunk
@@ -109,7 +121,12 @@ class SaveRows:
             aged = dataclasses.replace(
                 row, leaf=chunk.leaf_index, age=min(row.age + 1, MAX_AGE)
             )
-            return holding.unchanged(chunk.stored, aged, self._options)
+            entry = holding.unchanged(
+                chunk.stored, aged, self._options, always=chunk.needs_copy
+            )
+            if chunk.needs_copy and entry.content is None:
+                entry.content = chunk.content().copy()
+            return entry
         since, age = self._first_counters(index)
         self._count_whole(finding)
         refs = finding.refs or (Ref(form=Form.CONSTANT, word=finding.word),)

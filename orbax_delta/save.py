@@ -11,9 +11,9 @@ import dataclasses
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
-from orbax_delta import agreement, memory, registry, upkeep
+from orbax_delta import agreement, lossy, memory, registry, upkeep
 from orbax_delta.agreement import Announcement, Ballot
 from orbax_delta.background import Stopwatch
 from orbax_delta.base import Base
@@ -28,6 +28,7 @@ from orbax_delta.errors import (
 from orbax_delta.kin import Kin
 from orbax_delta.leaves import Snapshot
 from orbax_delta.manifests import (
+    LOSSY,
     MANIFEST_NAME,
     Manifest,
     PartEntry,
@@ -206,7 +207,7 @@ class _Attempt:
             },
         )
         held, self.state.held = self.state.held, share.ballot.report.held_bytes
-        if held - self.state.held >= memory.WORTH_BYTES:
+        if max(held - self.state.held, share.coded_bytes) >= memory.WORTH_BYTES:
             memory.give_back()
         self.state.digests = Digests(
             attempt=self.id.hex(), leaves=self.request.selection.proved_digests()
@@ -244,11 +245,12 @@ class _Attempt:
         entries, packs = agreement.count(ballots, leaves)
         self._require_parts(entries)
         self._plan_base(packs)
+        features = {feature for ballot in ballots for feature in ballot.features}
         report = dataclasses.replace(
             SaveReport.merged([ballot.report for ballot in ballots]),
             copies=self.base_plan.copies,
         )
-        self._publish(report, entries, packs)
+        self._publish(report, entries, packs, features)
         return report
 
     def _require_parts(self, entries: Sequence[PartEntry]) -> None:
@@ -278,10 +280,15 @@ class _Attempt:
         self.base_plan = upkeep.plan_base(self.store, self.state, new, options)
 
     def _publish(
-        self, report: SaveReport, entries: Sequence[PartEntry], packs: Sequence[str]
+        self,
+        report: SaveReport,
+        entries: Sequence[PartEntry],
+        packs: Sequence[str],
+        features: Set[str],
     ) -> None:
         """Publish the MANIFEST, unless a prune no longer counts with this save."""
         place, taken = self.request.place, self.taken
+        rounded = lossy.documents(self.request.lossy, [x.entry for x in taken.leaves])
         manifest = Manifest(
             attempt=self.id.hex(),
             step=place.step,
@@ -300,6 +307,8 @@ class _Attempt:
             parts=entries,
             report=report.to_document(),
             custom_metadata=self.request.custom_metadata,
+            required_features=sorted({*features, *([LOSSY] if rounded else [])}),
+            lossy=rounded,
         )
         try:
             self.item.write(MANIFEST_NAME, encode_manifest(manifest))

@@ -130,7 +130,8 @@ def take(
     """
     # A training loop that forbids transfers means those that it does not know of.
     with jax.transfer_guard_device_to_host("allow"):
-        if stored is None or options.compare_on == "host" or trust.is_lost():
+        on_host = options.compare_on == "host" or options.lossy is not None
+        if stored is None or on_host or trust.is_lost():
             return leaves.snapshot(tree, job), EVERYTHING
         return _select(tree, job, options, stored, hurried=hurried)
 

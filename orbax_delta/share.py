@@ -18,6 +18,7 @@ from orbax_delta import (
     codecs,
     coding,
     device,
+    lossy,
     parts,
     reader,
     recall,
@@ -63,12 +64,14 @@ class Share:
             its entry unless another process writes it.
         layouts: Name of the layout of each leaf, by name of the leaf.
         pack_sizes: Bytes of packs that it refers to, as far as known.
+        coded_bytes: Raw size of what was coded for it.
     """
 
     ballot: Ballot
     stored: Sequence[tuple[LeafEntry, Box, Entry | None]]
     layouts: Mapping[str, str]
     pack_sizes: Mapping[str, int]
+    coded_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +125,19 @@ class ShareWriter:
             (finding.chunk.leaf, finding.chunk.box, entry)
             for finding, entry in zip(stored.findings, stored.entries, strict=True)
         ]
+        coded = (Status.CHANGED, Status.REFRESH)
         return Share(
+            coded_bytes=sum(
+                finding.chunk.content_bytes
+                for finding in stored.findings
+                if finding.status in coded
+            ),
             ballot=Ballot(
                 part=part,
                 packs=packs,
                 report=self._report(stored, rows, sum(sizes.values()) + part.length),
                 cover=chunks.cover((row.leaf, row.box) for row in rows),
+                features=lossy.features(row.refs for row in rows),
             ),
             stored=[*known, *((leaf, box, None) for leaf, box in cut.others)],
             layouts={leaf.entry.name: leaf.layout.name for leaf in self.taken.leaves},
@@ -164,6 +174,7 @@ class ShareWriter:
             )
             selected = self.request.selection
             own = selection.complete(cut.own, selected, self.packs, executor)
+            own = lossy.attach(own, self.request.lossy, self._dither_seed())
             compared = changes.compare(
                 own,
                 refresh_every,
@@ -203,6 +214,12 @@ class ShareWriter:
         with self.watch.stage("part"):
             stored.fill_in()
         return cut, stored, writer.sizes
+
+    def _dither_seed(self) -> int:
+        """Of this run: the same from save to save, another after each restore."""
+        if not self.base.dither_seed:
+            self.base.dither_seed = int.from_bytes(self.attempt[:4], "little") | 1
+        return self.base.dither_seed
 
     def _moved(self, executor: Pool, findings: Sequence[Finding]) -> list[Finding]:
         moved = renewal.moved(
@@ -290,6 +307,7 @@ class ShareWriter:
             stage_seconds=dict(self.watch.seconds),
             blocking_seconds=request.blocking_seconds,
             total_seconds=time.perf_counter() - request.started,
+            lossy=lossy.summed(self.request.lossy, stored.findings),
             held_bytes=sum(
                 entry.content.nbytes
                 for entry in stored.entries

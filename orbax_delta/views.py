@@ -252,6 +252,26 @@ def leaves_table(step: Document) -> Table:
     return table
 
 
+def errors_table(step: Document) -> Table | None:
+    """What `show` says of leaves that were stored within a bound; None: of none."""
+    errors = step["report"].get("lossy", {})
+    table = _table(
+        ["leaf", "policy"], ["bound", "largest error", "rms error", "exact chunks"]
+    )
+    found = [leaf for leaf in step["leaves"] if leaf["lossy"]]
+    for leaf in found:
+        numbers = errors.get(leaf["path"], {})
+        table.add_row(
+            leaf["path"],
+            str(leaf["lossy"].get("policy")),
+            *(
+                f"{numbers[name]:.3g}" if name in numbers else "-"
+                for name in ("bound", "largest", "rms", "exact_chunks")
+            ),
+        )
+    return table if found else None
+
+
 def problem_lines(report: Document) -> list[str]:
     """What `verify` found: what does not restore, for which steps, which file, why."""
     lines = []

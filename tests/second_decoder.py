@@ -13,7 +13,8 @@ import numpy as np
 import xxhash
 import zstandard
 
-FULL, CONSTANT, PLANES, DIFFERENCE, BLOCKS, SPARSE = (1, 2), 1, 2, 3, 4, 5
+FULL, CONSTANT, PLANES, DIFFERENCE, BLOCKS, SPARSE = (1, 2, 6), 1, 2, 3, 4, 5
+GRID, GRID_CHANGE, RELATIVE = 6, 7, 8
 NO_PACK, BLOCK = 2**32 - 1, 4096
 PACKED = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4}
 PACKED |= {"int2": 2, "uint2": 2, "int1": 1, "uint1": 1}
@@ -192,11 +193,89 @@ def _sparse(payload: _Payload, base: np.ndarray) -> np.ndarray:
     return new
 
 
+# --- grids (4.8 to 4.10) --------------------------------------------------------------
+
+
+def _packed(payload: _Payload, count: int) -> np.ndarray:
+    lane, width, apart = struct.unpack("<BBI", payload.take(6))
+    check(lane in (1, 2, 4, 8) and width in (1, 2, 4), "header of packed numbers")
+    packed = payload.planes(-(-count * lane // 8), 1)
+    shifts = np.arange(0, 8, lane, dtype=np.uint8)
+    lanes = ((packed[:, None] >> shifts) & (2**lane - 1)).reshape(-1)
+    z = lanes[:count].astype(np.uint64)
+    check(not lanes[count:].any(), "lanes past the last number")
+    check((z == 2**lane - 1).sum() == apart, "numbers that stand apart")
+    z[z == 2**lane - 1] += payload.planes(apart, width).astype(np.uint64)
+    check(not (z >= 2**32).any(), "a number that is too large")
+    check(not payload.data, "something follows the numbers")
+    return np.array([n >> 1 if n % 2 == 0 else ~(n >> 1) for n in z.tolist()], np.int64)
+
+
+def _grid(payload: _Payload) -> tuple[int, int, np.ndarray, np.float32, np.float32]:
+    kind, shift, reserved, seed, start = struct.unpack("<BBHII", payload.take(12))
+    step, floor = np.frombuffer(payload.take(8), "<f4")
+    check(kind in (1, 2, 3) and not reserved and start < 2**18, "kind of a grid")
+    check(8 <= shift <= 24 if kind == 2 else not shift, "shift of a grid")
+    check(step == 0 if kind == 2 else 2.0**-126 <= step < np.inf, "step of a grid")
+    check(0 <= floor < np.inf if kind == 3 else floor == 0, "floor of a grid")
+    check(kind != 3 or not seed, "dither of a grid")
+    m = (np.arange(payload.count, dtype=np.uint64) + np.uint64(start)) % 2**18
+    m = (m + np.uint64(seed * 0x9E3779B1 % 2**32)) % 2**32
+    m = (m ^ (m >> 16)) * 0x85EBCA6B % 2**32
+    m = (m ^ (m >> 13)) * 0xC2B2AE35 % 2**32
+    h = (m ^ (m >> 16)) >> 24
+    return kind, shift, h.astype(np.int64) if seed else None, step, floor
+
+
+def _codes(x: np.ndarray, grid: Any) -> np.ndarray:
+    kind, shift, h, step, _ = grid
+    if kind == 2:
+        o = 0 if h is None else h << (shift - 8)
+        c = ((x.astype(np.int64) + o) >> shift) + 1
+        return np.where((x == 0) | (x >= 0x7F800000), 0, c)
+    c = x.view("<f4") / step
+    if h is not None:
+        c = c + (h.astype(np.float32) - np.float32(127.5)) / np.float32(256)
+    c = np.rint(c)
+    return np.where(np.abs(c) < 2**23, c, 0).astype(np.int64)
+
+
+def _values(c: np.ndarray, grid: Any, base: np.ndarray) -> np.ndarray:
+    kind, shift, h, step, floor = grid
+    if kind == 2:
+        o = 0 if h is None else h << (shift - 8)
+        w = ((c - 1) << shift) + 2 ** (shift - 1) - o
+        return np.where(c == 0, 0, np.clip(w, 1, 0x7F7FFFFF)).astype("<u4")
+    f = c.astype(np.float32)
+    if kind == 3:
+        return (f * ((np.sqrt(base.view("<f4")) + floor) * step)).view("<u4")
+    if h is not None:
+        f = f - (h.astype(np.float32) - np.float32(127.5)) / np.float32(256)
+    return (f * step).view("<u4")
+
+
+def _on_grid(form: int) -> Any:
+    def decode(payload: _Payload, base: np.ndarray) -> np.ndarray:
+        check(payload.word == 4, "words of a grid")
+        with np.errstate(all="ignore"):
+            grid = _grid(payload)
+            check((grid[0] == 3) == (form == RELATIVE), "kind of a grid")
+            (centre,) = struct.unpack("<i", payload.take(4))
+            c = _packed(payload, payload.count) + centre
+            if form == GRID_CHANGE:
+                c += _codes(base, grid)
+            c = (c + 2**31) % 2**32 - 2**31
+            return _values(c, grid, base)
+
+    return decode
+
+
 _DECODERS = {
     PLANES: lambda payload, base: payload.last(payload.count),
     DIFFERENCE: _difference,
     BLOCKS: _blocks,
     SPARSE: _sparse,
+    **{form: _on_grid(form) for form in (GRID, GRID_CHANGE, RELATIVE)},
 }
 
 

@@ -20,7 +20,7 @@ from second_decoder import (
     CONSTANT,
     FULL,
     NO_PACK,
-    SPARSE,
+    RELATIVE,
     DamagedError,
     Row,
     UnknownVersionError,
@@ -131,10 +131,11 @@ def read_manifest(data: bytes) -> dict[str, Any]:
         xxhash.xxh3_128_hexdigest(frame).encode() == rest[1], "digest of the MANIFEST"
     )
     document = parse_json(unzstd(frame, int(rest[2])))
-    if document["required_features"] != []:
+    if document["required_features"] not in ([], ["lossy"]):
         raise UnknownVersionError(f"features {document['required_features']}")
-    check(document.keys() == FIELDS.keys(), "fields of the MANIFEST")
-    for name, kind in FIELDS.items():
+    lossy = {"lossy": dict} if document["required_features"] else {}
+    check(document.keys() == {**FIELDS, **lossy}.keys(), "fields of the MANIFEST")
+    for name, kind in {**FIELDS, **lossy}.items():
         fits = isinstance(document[name], kind) and not (
             isinstance(document[name], bool) and kind is not object
         )
@@ -332,7 +333,9 @@ def _check_row(row: Row, manifest: dict[str, Any]) -> None:
     check(not row.rule or sizes(leaf["dtype"])[1] == 2, "rule of other words")
     check(1 <= len(row.refs) <= LONGEST_LIST, "length of a list")
     for place, (form, pack, *_) in enumerate(row.refs):
-        check(1 <= form <= SPARSE and (form in FULL) == (place == 0), "order of forms")
+        check(
+            1 <= form <= RELATIVE and (form in FULL) == (place == 0), "order of forms"
+        )
         check((pack == NO_PACK) == (form == CONSTANT), "pack of a record")
 
 

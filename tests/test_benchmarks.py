@@ -263,3 +263,30 @@ def test_headlines_give_reasons(modules):
     assert found["size of a save"].verdict == "reached"
     assert found["time of a save"].verdict.startswith("not reached: 90.0 %. Every byte")
     assert found["time of a restore"].verdict == "reached"
+
+
+def test_bounds(cache, tmp_path):
+    """Every policy on both pairs, every element within its bound, and a picture."""
+    files = ["--json", tmp_path / "b.json", "--plot", tmp_path / "b.png"]
+    printed = run(
+        *("bounds.py", "--scale", "tiny", "--repetitions", 1, "--cache", cache, *files),
+        codes=(0, 1),  # tiny states are not as small as is wanted of large ones
+    )
+    for row in ("lossless", "fp32 master exact", "bf16 weights exact", "adamw(lr)"):
+        assert row in printed
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    sizes = json.loads((tmp_path / "b.json").read_text())
+    assert {size["workload"] for size in sizes} == {"dense", "dense_k100"}
+    exact = [size for size in sizes if size["policy"] == "lossless"]
+    assert all(set(size["largest"].values()) == {0.0} for size in exact)
+
+
+def test_quality(tmp_path):
+    """Every policy in both phases, and a picture."""
+    files = ["--json", tmp_path / "q.json", "--plot", tmp_path / "q.png"]
+    printed = run("quality.py", "--quick", *files)
+    for text in ("pre-training", "fine-tune", "adamw(lr)", "verdict"):
+        assert text in printed
+    assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
+    outcomes = json.loads((tmp_path / "q.json").read_text())
+    assert {len(outcome["differences"]) for outcome in outcomes} == {1}

@@ -16,7 +16,7 @@ import strategies
 from hostile import Judge, item_folder, part_file
 
 import orbax_delta
-from orbax_delta import codecs, frames, parts, planes, sparse
+from orbax_delta import codecs, frames, grids, lanes, parts, planes, sparse
 from orbax_delta.codecs import Form
 from orbax_delta.dtypes import Rule
 from orbax_delta.errors import (
@@ -121,7 +121,9 @@ def test_any_part_takes_memory_by_its_columns_alone(dimensions, list_length):
     assert peak < len(data) + _COLUMNS_FACTOR * frames.most_text(len(data))
 
 
-@pytest.mark.parametrize("form", [f for f in Form if f is not Form.CONSTANT])
+@pytest.mark.parametrize(
+    "form", [f for f in Form if f is not Form.CONSTANT and f not in codecs.GRID_FORMS]
+)
 @pytest.mark.parametrize("word_bytes", [1, 8])
 def test_any_payload_takes_memory_by_its_content_alone(form, word_bytes):
     """Planes of one byte each that fill a chunk of 1 MiB."""
@@ -138,6 +140,27 @@ def test_any_payload_takes_memory_by_its_content_alone(form, word_bytes):
     peak, error = peak_bytes(
         lambda: codecs.decode(form, payload, base, size, word_bytes)
     )
+    assert error is None
+    assert peak < len(payload) + _CONTENT_FACTOR * size
+
+
+@pytest.mark.parametrize("form", sorted(codecs.GRID_FORMS))
+@pytest.mark.parametrize("lane_bits", [1, 8])
+def test_any_payload_on_a_grid_takes_memory_by_its_content_alone(form, lane_bits):
+    """Lanes of one value that fill a chunk of 1 MiB."""
+    size = 1 << 20
+    base = np.zeros(size, np.uint8)
+    kind = grids.Kind.RELATIVE if form is Form.RELATIVE else grids.Kind.LOG
+    log = kind is grids.Kind.LOG
+    grid = grids.Grid(
+        kind=kind, shift=23 if log else 0, step=0.0 if log else 1.0, seed=int(log)
+    )
+    lanes_of_zero = lanes._HEAD.pack(lane_bits, 1, 0)
+    lanes_of_zero += planes.encode(np.zeros(size // 32 * lane_bits, np.uint8), 1)
+    payload = grid.head() + bytes(4) + lanes_of_zero + planes.encode(base[:0], 1)
+    assert len(payload) < 250
+    codecs.decode(form, payload, base, size, 4)  # what is compiled stays
+    peak, error = peak_bytes(lambda: codecs.decode(form, payload, base, size, 4))
     assert error is None
     assert peak < len(payload) + _CONTENT_FACTOR * size
 

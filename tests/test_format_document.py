@@ -20,6 +20,8 @@ from orbax_delta import (
     dtypes,
     fields,
     frames,
+    grids,
+    lanes,
     leaves,
     manifests,
     marks,
@@ -42,7 +44,15 @@ from orbax_delta.errors import CorruptionError
 from orbax_delta.hosts import Job
 
 DOCUMENT = (Path(orbax_delta.__file__).parent / "FORMAT.md").read_text()
-_SIZES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "i16": "h"}
+_SIZES = {
+    "u8": "B",
+    "u16": "H",
+    "u32": "I",
+    "u64": "Q",
+    "i16": "h",
+    "i32": "i",
+    "f32": "f",
+}
 
 
 def _tables(text):
@@ -97,6 +107,8 @@ def _magic(text):
     [
         ("4.2", 0, planes._HEAD),
         ("4.7", 0, sparse._HEAD),
+        ("4.8", 0, lanes._HEAD),
+        ("4.9", 0, grids._HEAD),
         ("5.1", 0, records._RECORD_HEAD),
         ("5.1", 1, records._CHECKSUM),
         ("6.1", 0, records._PACK_HEAD),
@@ -258,7 +270,7 @@ _JSON_NAMES = {
 @pytest.mark.parametrize(
     ("section", "fields"),
     [
-        ("8.2", manifests._MANIFEST_FIELDS),
+        ("8.2", manifests._LOSSY_FIELDS),
         ("8.3", manifests._LEAF_FIELDS),
         ("8.5", manifests._PART_FIELDS),
     ],
@@ -422,7 +434,8 @@ def test_the_version_is_that_of_the_code():
     assert len(rows) == 3
     for row in rows:
         assert row["meaning"] == f"format version, {records.FORMAT_VERSION}"
-    assert frozenset() == manifests.KNOWN_FEATURES
+    features = {row["feature"] for row in TABLES["14"][0]}
+    assert features == manifests.KNOWN_FEATURES == {manifests.LOSSY}
 
 
 def test_limits_are_those_of_the_code():

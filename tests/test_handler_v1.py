@@ -863,3 +863,20 @@ def test_examples(root):
     names = {"root": root, "jnp": jnp, "v1": v1}
     failed, tried = doctest.testmod(handler_v1, extraglobs=names)
     assert (failed, tried) == (0, 4)
+
+
+def test_policies_and_an_exact_save(tmp_path):
+    """Options of a context hold for v1 too; one save may be exact."""
+    lossy = {"w": orbax_delta.policies.Grid(bound=0.1)}
+    with v1_context(lossy=lossy), v1.training.Checkpointer(tmp_path / "run") as made:
+        made.save_checkpointables(0, {"state": state(0)})
+        made.save_checkpointables(
+            1, {"state": orbax_delta.DeltaSave(state(0), exact=True)}
+        )
+        rounded, exact = (
+            made.load_checkpointables(step, {"state": None})["state"]["w"]
+            for step in (0, 1)
+        )
+    true = state(0)["w"]
+    assert 0 < np.abs(np.asarray(rounded) - np.asarray(true)).max() <= 0.1
+    assert (np.asarray(exact) == np.asarray(true)).all()

@@ -221,7 +221,7 @@ def test_saves_without_a_manager_hold_nothing(tmp_path):
 
 
 def test_memory_that_was_freed_is_given_back(root, monkeypatch):
-    """Once, when a save drops many copies; not when it drops few."""
+    """When a save codes much, or drops many copies; not when it does little."""
     calls = []
     monkeypatch.setattr(memory, "give_back", lambda: calls.append(len(held)))
     monkeypatch.setattr(memory, "WORTH_BYTES", 30_000)
@@ -231,7 +231,7 @@ def test_memory_that_was_freed_is_given_back(root, monkeypatch):
             run.save(step, state)
             held.append(run.handler.last_save_report.held_bytes)
     assert held[0] - held[1] >= 30_000
-    assert calls == [1]
+    assert calls == [0, 1]
 
 
 def test_giving_memory_back_where_it_cannot_be(monkeypatch):

@@ -496,8 +496,35 @@ def test_a_manifest_is_the_plain_document_of_its_fields(manifest):
             table.append(leaf["sharding"])
         leaf["sharding"] = table.index(leaf["sharding"])
     document["shardings"] = table
+    if "lossy" not in document["required_features"]:
+        del document["lossy"]
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     assert _text(manifests.encode_manifest(manifest)).decode() == text
+
+
+@pytest.mark.parametrize(
+    ("lossy", "message"),
+    [
+        ({"w": {"policy": "Grid", "bound": 0.5}}, None),
+        ({}, None),
+        ({"nobody": {"policy": "Grid"}}, "the field 'lossy' breaks the format"),
+        ({"w": []}, "the field 'lossy' breaks the format"),
+        ({"w": {"policy": {}}}, "the field 'lossy' breaks the format"),
+        ([], "the field 'lossy' is"),
+        (None, "found the fields"),
+    ],
+)
+def test_policies_stand_in_the_manifest_with_their_feature(lossy, message):
+    """By path of a leaf that is there; not without the feature."""
+    document = _document(required_features=["lossy"], lossy=lossy)
+    if lossy is None:
+        del document["lossy"]
+    if message is None:
+        assert _parse(_signed(document)).lossy == lossy
+        assert manifests.encode_manifest(_parse(_signed(document)))
+        return
+    with pytest.raises(FormatError, match=message):
+        _parse(_signed(document))
 
 
 def test_many_shardings_and_equal_ones_stand_once_each():

@@ -47,6 +47,7 @@ def test_defaults_are_those_of_the_documentation():
         "vote_timeout": 900.0,
         "processes": None,
         "store": None,
+        "lossy": None,
     }
 
 
@@ -71,7 +72,7 @@ def test_packs_are_larger_in_buckets():
 def test_every_number_has_a_range_here():
     """A new option comes with its range in this table."""
     names = {field.name for field in dataclasses.fields(DeltaOptions)}
-    others = {"auto_prune", "base", "compare_on", "processes", "store"}
+    others = {"auto_prune", "base", "compare_on", "processes", "store", "lossy"}
     assert names == set(RANGES) | others
 
 

@@ -226,7 +226,7 @@ def _read_one_by_one(columns, counts, packs, words):
             offset, length = column["offset"][i], column["length"][i]
             width = 4 if rule else words[leaf]
             word = struct.pack("<II", offset, length)
-            if not 1 <= form <= 5 or (form <= 2) != (i == ref):
+            if not 1 <= form <= 8 or (form in (1, 2, 6)) != (i == ref):
                 return None
             if form == 1 and (pack != 0xFFFFFFFF or any(word[width:])):
                 return None

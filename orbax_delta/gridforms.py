@@ -1,0 +1,75 @@
+"""Payloads of contents that lie on a grid: full, as a change, relative to another.
+
+FORMAT.md section 4.10 is the contract. What is coded is exact: a content that does not
+lie on the grid, bit for bit, gets no payload. Does not belong here: making contents lie
+on grids.
+"""
+
+import struct
+
+import numpy as np
+
+from orbax_delta import grids, lanes, scratch
+from orbax_delta.differences import Bytes
+from orbax_delta.errors import CorruptionError
+from orbax_delta.grids import Grid, Kind
+
+_CENTRE = struct.Struct("<i")
+
+# A median of so many elements tells where most codes are.
+_SAMPLE = 1024
+
+
+def encode(content: Bytes, grid: Grid, *, other: Bytes | None) -> bytes | None:
+    """Payload of `content`; None if a value is not that of its grid point.
+
+    Args:
+        content: float32 values as bytes.
+        grid: Where they lie.
+        other: Of a RELATIVE grid the chunk that it is relative to; otherwise the
+            content before, or None for a payload that stands for itself.
+    """
+    source = other if grid.kind is Kind.RELATIVE else None
+    before = None
+    if other is not None and source is None:
+        before = scratch.array("before", content.size // 4, 4).view(np.int32)
+        np.copyto(before, grids.place(other, grid)[0])
+    found, made = grids.place(content, grid, source)
+    if not np.array_equal(made.view(np.uint32), content.view(np.uint32)):
+        return None
+    if before is not None:
+        found -= before
+    stride = max(1, found.size // _SAMPLE)
+    centre = int(np.median(found[::stride])) if found.size else 0
+    return grid.head() + _CENTRE.pack(centre) + lanes.encode(found, centre)
+
+
+def decode(
+    view: memoryview, other: Bytes | None, content_bytes: int, *, relative: bool
+) -> Bytes:
+    """The content that a payload stands for, in a fresh buffer.
+
+    Args:
+        view: The payload.
+        other: As `encode` had it.
+        content_bytes: Size of the content.
+        relative: Whether the form is RELATIVE.
+
+    Raises:
+        CorruptionError: The payload does not describe a content of this size.
+    """
+    grid, rest = grids.parse(view)
+    if relative != (grid.kind is Kind.RELATIVE) or content_bytes % grids.WORD_BYTES:
+        raise CorruptionError(
+            f"a payload of {content_bytes} bytes of content has a grid of kind "
+            f"{grid.kind.name}, which its form does not have"
+        )
+    if len(rest) < _CENTRE.size:
+        raise CorruptionError("a payload ends before the centre of its codes")
+    (centre,) = _CENTRE.unpack_from(rest)
+    count = content_bytes // grids.WORD_BYTES
+    found = lanes.decode(rest[_CENTRE.size :], count)
+    found += np.int32(centre)  # sums wrap; what a writer has made is far from that
+    if other is not None and not relative:
+        found += grids.place(other, grid)[0]
+    return grids.values(found, grid, other if relative else None)

@@ -1,0 +1,200 @@
+"""Compiled passes of `grids` and `lanes`, where numba is installed.
+
+They give what the numpy code there gives, bit for bit; `tests/test_grids.py` compares
+them. Does not belong here: what a grid is, payloads.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from orbax_delta.kernels import compiler
+
+_MOST_CODE = np.float32(1 << 23)
+_INFINITY_WORD = np.uint32(0x7F800000)
+_MOST_WORD = np.uint32(0x7F7FFFFF)
+_LEAST_NORMAL = 2.0**-126
+_LOG, _RELATIVE = 2, 3
+_MIDDLE, _PART = np.float32(127.5), np.float32(1 / 256)
+
+Place = Callable[..., None]
+"""`(content, source, step, floor, shift, dither, codes, made)`: for each element
+its code, and the value of that grid point. All are arrays of one size, `content` and
+`made` of float32, on LOG grids of uint32; `source` is empty where there is none; the
+dither has one byte of 0 where there is none."""
+
+
+@functools.cache
+def linear(*, dithered: bool) -> Place:
+    """Of evenly spaced values."""
+
+    def place(
+        content: Any,
+        _source: Any,
+        step: Any,
+        _floor: Any,
+        _shift: Any,
+        dither: Any,
+        codes: Any,
+        made: Any,
+    ) -> None:
+        for i in range(content.size):
+            moved = np.float32(0)
+            at = np.float32(content[i] / step)
+            if dithered:
+                byte = np.float32(dither[i])
+                moved = np.float32(np.float32(byte - _MIDDLE) * _PART)
+                at = np.float32(at + moved)
+            at = np.float32(np.rint(at))
+            code = np.int32(at if abs(at) < _MOST_CODE else np.float32(0))
+            codes[i] = code
+            made[i] = np.float32(np.float32(np.float32(code) - moved) * step)
+
+    found: Place = compiler()(place)
+    return found
+
+
+@functools.cache
+def relative() -> Place:
+    """Of values in units of the square roots of others."""
+
+    def place(
+        content: Any,
+        source: Any,
+        step: Any,
+        floor: Any,
+        _shift: Any,
+        _dither: Any,
+        codes: Any,
+        made: Any,
+    ) -> None:
+        for i in range(content.size):
+            scale = np.float32(np.float32(np.sqrt(source[i])) + floor)
+            scale = np.float32(scale * step)
+            at = np.float32(np.rint(np.float32(content[i] / scale)))
+            code = np.int32(at if abs(at) < _MOST_CODE else np.float32(0))
+            codes[i] = code
+            made[i] = np.float32(np.float32(code) * scale)
+
+    found: Place = compiler(error_model="numpy")(place)
+    return found
+
+
+@functools.cache
+def logarithmic(*, dithered: bool) -> Place:
+    """Of evenly spaced bit patterns."""
+
+    def place(
+        content: Any,
+        _source: Any,
+        _step: Any,
+        _floor: Any,
+        shift: Any,
+        dither: Any,
+        codes: Any,
+        made: Any,
+    ) -> None:
+        half = np.uint32(1 << (shift - 1))
+        by, less = np.uint32(shift), np.uint32(shift - 8)
+        for i in range(content.size):
+            moved = np.uint32(0)
+            if dithered:
+                moved = np.uint32(np.uint32(dither[i]) << less)
+            word = content[i]
+            cell = np.uint32(np.uint32(word + moved) >> by)
+            # Of words below infinity no sum reaches 2^32.
+            at = np.uint32(np.uint32(cell << by) + half)
+            at = np.uint32(at - moved) if at > moved else np.uint32(1)
+            at = min(at, _MOST_WORD)
+            kept = word != np.uint32(0) and word < _INFINITY_WORD
+            codes[i] = np.int32(cell + np.uint32(1)) if kept else np.int32(0)
+            made[i] = at if kept else np.uint32(0)
+
+    found: Place = compiler()(place)
+    return found
+
+
+Zigzag = Callable[[np.ndarray, int, np.ndarray], None]
+"""`(codes, centre, numbers)`: zigzag numbers of codes less the centre."""
+
+Pack = Callable[[np.ndarray, np.ndarray, np.ndarray], int]
+"""`(numbers, packed, apart)`: numbers in lanes, in zeroed bytes, and by how much those
+that do not fit exceed the largest; returns how many these are."""
+
+
+@functools.cache
+def zigzag() -> Zigzag:
+    """See `Zigzag`."""
+
+    def run(codes: Any, centre: Any, numbers: Any) -> None:
+        for i in range(codes.size):
+            code = np.int32(codes[i] - np.int32(centre))
+            numbers[i] = np.uint32(np.int32(code << 1) ^ np.int32(code >> 31))
+
+    found: Zigzag = compiler()(run)
+    return found
+
+
+@functools.cache
+def pack(lane_bits: int) -> Pack:
+    """See `Pack`."""
+    per_byte = 8 // lane_bits
+    escape = np.uint32((1 << lane_bits) - 1)
+
+    def run(numbers: Any, packed: Any, apart: Any) -> int:
+        whole = numbers.size // per_byte
+        for place in range(whole):
+            byte = np.uint32(0)
+            for lane in range(per_byte):
+                low = min(numbers[place * per_byte + lane], escape)
+                byte |= np.uint32(low << np.uint32(lane * lane_bits))
+            packed[place] = np.uint8(byte)
+        for i in range(whole * per_byte, numbers.size):
+            low = min(numbers[i], escape)
+            packed[whole] |= np.uint8(low << np.uint32((i % per_byte) * lane_bits))
+        count = 0
+        for i in range(numbers.size):
+            if numbers[i] >= escape:
+                apart[count] = numbers[i] - escape
+                count += 1
+        return count
+
+    found: Pack = compiler()(run)
+    return found
+
+
+Errors = Callable[[np.ndarray, np.ndarray, np.ndarray, np.float32], tuple[float, float]]
+"""`(true, found, source, floor)`: the largest error in the unit of a grid of that kind,
+and the sum of squares; no number where one is none, or a true value is negative on a
+LOG grid."""
+
+
+@functools.cache
+def errors(kind: int) -> Errors:
+    """See `Errors`; `kind` is the number of a `grids.Kind`."""
+    logarithmic, relative = kind == _LOG, kind == _RELATIVE
+
+    def run(true: Any, found: Any, source: Any, floor: Any) -> tuple[float, float]:
+        # Four at a time: each sum and maximum waits for its last one.
+        largest, sums = np.zeros(4), np.zeros(4)
+        wrong = False
+        for first in range(0, true.size, 4):
+            for lane in range(min(4, true.size - first)):
+                i = first + lane
+                moved: Any = abs(np.float64(found[i]) - np.float64(true[i]))
+                if logarithmic:
+                    wrong |= true[i] < 0
+                    moved /= max(np.float64(true[i]), _LEAST_NORMAL)
+                if relative:
+                    root = np.float32(np.float32(np.sqrt(source[i])) + floor)
+                    scale = np.float64(root)
+                    moved = moved / scale if scale != 0 or moved != 0 else 0.0
+                wrong |= not moved <= np.inf
+                largest[lane] = max(largest[lane], moved)
+                sums[lane] += moved * moved
+        return (np.nan if wrong else largest.max()), sums.sum()
+
+    made: Errors = compiler(error_model="numpy")(run)
+    return made

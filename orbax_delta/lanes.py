@@ -1,0 +1,149 @@
+"""Small whole numbers as bytes: several to a byte, the few large ones apart.
+
+FORMAT.md section 4.8 is the contract. An entropy coder of bytes spends a bit on each;
+numbers that are mostly 0 need less, so up to eight of them share a byte. Does not
+belong here: what the numbers mean.
+"""
+
+import struct
+
+import numpy as np
+
+from orbax_delta import gridkernels, kernels, planes, scratch
+from orbax_delta.differences import Bytes
+from orbax_delta.errors import CorruptionError
+
+_HEAD = struct.Struct("<BBI")
+
+LANE_BITS = (1, 2, 4, 8)
+_WIDTHS = (1, 2, 4)
+# An apart number costs about its own entropy and the noise that it makes in its lane.
+_APART_BITS = 1.0
+# So many numbers tell how many there are of each.
+_SAMPLE = 1 << 12
+
+
+def encode(codes: np.ndarray, centre: int) -> bytes:
+    """Payload of whole numbers that are mostly near `centre`.
+
+    Args:
+        codes: int32[n].
+        centre: The number that takes least.
+    """
+    numbers = _zigzag(codes, centre)
+    lane_bits = _best_lane(numbers)
+    packed, apart = _split(numbers, lane_bits)
+    widest = int(apart.max(initial=0))
+    width = next(w for w in _WIDTHS if widest < 1 << 8 * w)
+    words = apart.astype(np.dtype(f"<u{width}")).view(np.uint8)
+    return b"".join(
+        (
+            _HEAD.pack(lane_bits, width, apart.size),
+            planes.encode(packed, 1),
+            planes.encode(words, width),
+        )
+    )
+
+
+def _zigzag(codes: np.ndarray, centre: int) -> np.ndarray:
+    """Numbers 0, 1, 2, 3, ... for 0, -1, 1, -2, ...: uint32[n]."""
+    if kernels.pay(codes.nbytes):
+        numbers = scratch.array("zigzag", codes.size, 4)
+        gridkernels.zigzag()(codes, centre, numbers)
+        return numbers
+    near = codes - np.int32(centre)
+    return ((near << 1) ^ (near >> 31)).view(np.uint32)
+
+
+def _best_lane(numbers: np.ndarray) -> int:
+    """Bits of a lane for which the payload is expected to be the smallest."""
+    some = numbers[:: max(1, numbers.size // _SAMPLE)]
+    counts = np.bincount(np.minimum(some, 255).astype(np.uint8), minlength=256)
+    return min(LANE_BITS, key=lambda bits: _expected_bits(counts, bits))
+
+
+def _split(numbers: np.ndarray, lane_bits: int) -> tuple[Bytes, np.ndarray]:
+    """Numbers in lanes, and by how much those that do not fit exceed the largest."""
+    escape = (1 << lane_bits) - 1
+    if kernels.pay(numbers.nbytes):
+        packed = np.zeros(-(-numbers.size * lane_bits // 8), np.uint8)
+        apart = scratch.array("apart", numbers.size, 4)
+        count = gridkernels.pack(lane_bits)(numbers, packed, apart)
+        return packed, apart[:count]
+    low = np.minimum(numbers, escape).astype(np.uint8)
+    return _packed(low, lane_bits), numbers[low == escape] - np.uint32(escape)
+
+
+def decode(view: memoryview, count: int) -> np.ndarray:
+    """The int32[count] that fill `view`, less their centre.
+
+    Raises:
+        CorruptionError: They do not.
+    """
+    if len(view) < _HEAD.size:
+        raise CorruptionError(f"packed numbers of {len(view)} bytes have no header")
+    lane_bits, width, apart_count = _HEAD.unpack_from(view)
+    if lane_bits not in LANE_BITS or width not in _WIDTHS or apart_count > count:
+        raise CorruptionError(
+            f"packed numbers claim lanes of {lane_bits} bits and {apart_count} of "
+            f"{count} apart in {width} bytes each"
+        )
+    packed_bytes = -(-count * lane_bits // 8)
+    packed, rest = planes.decode(view[_HEAD.size :], packed_bytes, 1)
+    words = planes.decode_exactly(rest, apart_count * width, width)
+    low = _unpacked(packed, lane_bits)
+    escape = (1 << lane_bits) - 1
+    numbers = low[:count].astype(np.uint32)
+    escaped = numbers == escape
+    if low[count:].any() or np.count_nonzero(escaped) != apart_count:
+        raise CorruptionError(
+            f"{np.count_nonzero(escaped)} of {count} packed numbers stand apart, "
+            f"expected {apart_count}; or bits are set past the last one"
+        )
+    large = words.view(np.dtype(f"<u{width}"))
+    if large.size and int(large.max()) > 0xFFFFFFFF - escape:
+        raise CorruptionError(
+            f"a number that stands apart is {int(large.max())} above {escape}, too much"
+        )
+    numbers[escaped] += large
+    signs = np.negative(numbers & np.uint32(1))
+    codes: np.ndarray = ((numbers >> np.uint32(1)) ^ signs).view(np.int32)
+    return codes
+
+
+def _expected_bits(counts: np.ndarray, lane_bits: int) -> float:
+    escape = (1 << lane_bits) - 1
+    apart = counts[escape:]
+    lanes = _entropy_bits(np.append(counts[:escape], apart.sum()))
+    if lane_bits == LANE_BITS[-1]:
+        lanes = max(lanes, float(counts.sum()))  # a bit for each byte at least
+    return lanes + _entropy_bits(apart) + _APART_BITS * float(apart.sum())
+
+
+def _entropy_bits(counts: np.ndarray) -> float:
+    """Bits that an ideal coder needs for symbols of these counts."""
+    some = counts[counts > 0]
+    return float(np.sum(some * np.log2(some.sum() / some)))
+
+
+def _packed(low: Bytes, lane_bits: int) -> Bytes:
+    """First number in the lowest bits of a byte; missing ones are zero."""
+    per_byte = 8 // lane_bits
+    if per_byte == 1:
+        return low
+    lanes = np.zeros((-(-low.size // per_byte), per_byte), np.uint8)
+    lanes.reshape(-1)[: low.size] = low
+    packed = lanes[:, 0].copy()
+    for lane in range(1, per_byte):
+        packed |= lanes[:, lane] << np.uint8(lane * lane_bits)
+    return packed
+
+
+def _unpacked(packed: Bytes, lane_bits: int) -> Bytes:
+    per_byte = 8 // lane_bits
+    lanes = np.empty((packed.size, per_byte), np.uint8)
+    for lane in range(per_byte):
+        lanes[:, lane] = (packed >> np.uint8(lane * lane_bits)) & np.uint8(
+            (1 << lane_bits) - 1
+        )
+    return lanes.reshape(-1)

@@ -1,0 +1,220 @@
+"""What a chunk with a policy holds once it is stored: values within its bound.
+
+Every element is checked. A chunk in which one is not within the bound (NaN, infinities,
+values of too many steps, negative ones on a LOG grid) is stored bit for bit. Does not
+belong here: which leaf has which policy (`lossy`), payloads.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from orbax_delta import dtypes, gridkernels, grids, kernels
+from orbax_delta.codecs import Bytes
+from orbax_delta.dtypes import Rule
+from orbax_delta.grids import Grid, Kind
+
+
+class Source(Protocol):
+    """Another chunk."""
+
+    def raw(self) -> Bytes:
+        """What it is."""
+
+    def content(self) -> Bytes:
+        """What is stored of it."""
+
+
+_LEAST_NORMAL = 2.0**-126
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """How far what is stored of a chunk lies from what it was.
+
+    Attributes:
+        largest: In the unit of the bound.
+        square_sum: Of all elements, in that unit.
+        elements: How many.
+        exact: Whether it is stored bit for bit, because it could not be rounded.
+    """
+
+    largest: float = 0.0
+    square_sum: float = 0.0
+    elements: int
+    exact: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OnGrid:
+    """Values of a grid.
+
+    Attributes:
+        grid: The grid.
+        bound: What no error exceeds: of LINEAR itself, of LOG relative to the value,
+            of RELATIVE to the root of the source and the floor.
+        source: The chunk that a RELATIVE grid needs.
+        seen: Whether it had to be stored bit for bit, once that is known.
+    """
+
+    grid: Grid
+    bound: float
+    source: Source | None = None
+    seen: list[bool] = dataclasses.field(default_factory=list, compare=False)
+
+    def apply(self, raw: Bytes) -> tuple[Bytes, Errors]:
+        """The values to store, and how far they lie from `raw`."""
+        source = self.source.content() if self.source else None
+        made = self._made(raw, source)
+        largest, square_sum = _errors(raw, made, self.grid, source)
+        exact = not largest <= self.bound
+        self.seen.append(exact)
+        elements = raw.size // grids.WORD_BYTES
+        if exact:
+            return raw, Errors(elements=elements, exact=True)
+        return made, Errors(largest=largest, square_sum=square_sum, elements=elements)
+
+    def again(self, raw: Bytes) -> Bytes:
+        """The values to store, of what may have been looked at before."""
+        if not self.seen:
+            return self.apply(raw)[0]
+        source = self.source.content() if self.source else None
+        return raw if self.seen[0] else self._made(raw, source)
+
+    def _made(self, raw: Bytes, source: Bytes | None) -> Bytes:
+        made = np.empty(raw.size, np.uint8)
+        grids.place(raw, self.grid, source, out=made)
+        return made
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lazily:
+    """What was stored, but for elements that have moved too far from it.
+
+    Attributes:
+        abs: By more than this ...
+        rel: ... and by more than this times what they are now.
+        before: Gives what is stored, checked; None where that is not at hand.
+    """
+
+    abs: float
+    rel: float
+    before: Callable[[], Bytes | None]
+
+    def apply(self, raw: Bytes) -> tuple[Bytes, Errors]:
+        """The values to store, and how far they lie from `raw`."""
+        before, elements = self.before(), raw.size // grids.WORD_BYTES
+        if before is None:
+            return raw, Errors(elements=elements)
+        now, kept = raw.view(np.float32), before.view(np.float32)
+        with np.errstate(all="ignore"):
+            moved = np.abs(np.subtract(now, kept, dtype=np.float64))
+            room = np.multiply(np.abs(now), self.rel, dtype=np.float64)
+        near = (moved <= np.maximum(room, self.abs)) & np.isfinite(now)
+        made = np.where(near, kept, now)
+        moved[~near] = 0
+        return made.view(np.uint8), Errors(
+            largest=float(moved.max(initial=0)),
+            square_sum=float(np.dot(moved, moved)),
+            elements=elements,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Narrowing:
+    """Values of a narrower type.
+
+    Attributes:
+        rule: The cast to it.
+        bound: What no error exceeds, relative to the value.
+    """
+
+    rule: Rule
+    bound: float
+
+    def apply(self, raw: Bytes) -> tuple[Bytes, Errors]:
+        """The values to store, and how far they lie from `raw`."""
+        elements = raw.size // grids.WORD_BYTES
+        cast = dtypes.derive(self.rule, raw)
+        if cast is None:
+            return raw, Errors(elements=elements, exact=True)
+        made = dtypes.cast_values(self.rule, cast)
+        true = raw.view(np.float32).astype(np.float64)
+        with np.errstate(all="ignore"):
+            moved = np.abs(made - true)
+            moved /= np.maximum(np.abs(true), dtypes.least_normal(self.rule))
+        # The same infinity is the same; one of a finite number is not.
+        moved[made == true] = 0
+        if not moved.max(initial=0) <= self.bound:
+            return raw, Errors(elements=elements, exact=True)
+        return made.astype(np.float32).view(np.uint8), Errors(
+            largest=float(moved.max(initial=0)),
+            square_sum=float(np.dot(moved, moved)),
+            elements=elements,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Exactly:
+    """What it is: the chunk that it refers to is not this process's, or cut otherwise.
+
+    Attributes:
+        elements: How many it has.
+    """
+
+    elements: int
+
+    def apply(self, raw: Bytes) -> tuple[Bytes, Errors]:
+        """The values to store, and how far they lie from `raw`."""
+        return raw, Errors(elements=self.elements, exact=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """The cast of what is stored of another chunk, of whose true values it is one.
+
+    Its errors are those of the other chunk, and are not counted again.
+
+    Attributes:
+        rule: The cast.
+        source: The other chunk.
+    """
+
+    rule: Rule
+    source: Source
+
+    def apply(self, raw: Bytes) -> tuple[Bytes, Errors]:
+        """The values to store, and how far they lie from `raw`."""
+        elements = raw.size // dtypes.CAST_WORD_BYTES
+        cast = dtypes.derive(self.rule, self.source.raw())
+        followed = cast is not None and np.array_equal(cast, raw)
+        made = dtypes.derive(self.rule, self.source.content()) if followed else None
+        if made is None:
+            return raw, Errors(elements=elements, exact=True)
+        return made, Errors(elements=elements)
+
+
+Rounding = OnGrid | Lazily | Narrowing | Following | Exactly
+
+
+def _errors(
+    raw: Bytes, made: Bytes, grid: Grid, source: Bytes | None
+) -> tuple[float, float]:
+    """The largest error and the sum of squares; no number where there is no bound."""
+    true, found = raw.view(np.float32), made.view(np.float32)
+    other = grids.NOTHING if source is None else source.view(np.float32)
+    if kernels.pay(raw.size):
+        run = gridkernels.errors(int(grid.kind))
+        largest, square_sum = run(true, found, other, np.float32(grid.floor))
+        return float(largest), float(square_sum)
+    with np.errstate(all="ignore"):
+        moved = np.abs(np.subtract(found, true, dtype=np.float64))
+        if grid.kind is Kind.LOG:
+            moved /= np.maximum(true.astype(np.float64), _LEAST_NORMAL)
+            moved[true < 0] = np.nan
+        elif grid.kind is Kind.RELATIVE:
+            moved /= (np.sqrt(other) + np.float32(grid.floor)).astype(np.float64)
+            moved[np.isnan(moved) & (found == true)] = 0  # 0 of 0, where nu is 0
+    return float(moved.max(initial=0)), float(np.dot(moved, moved))
