@@ -1,20 +1,19 @@
 """What changed: chunks of a snapshot compared with what is stored of them.
 
-A chunk is unchanged if its digest is the stored one. Of the others, constant ones need
-no record, and one that is bit for bit a copy or a defined cast of another chunk of the
-same save is derived from it. Does not belong here: coding, writing.
+A chunk is unchanged if its digest is the stored one; of the others, constant ones need
+no record. Does not belong here: what follows from what (`following`), coding, writing.
 """
 
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import TypeVar
 
 import numpy as np
 import xxhash
 
-from orbax_delta import chunks, codecs, dtypes, ownership, records
+from orbax_delta import chunks, codecs, ownership, records
 from orbax_delta.background import Pool, batches, each
 from orbax_delta.base import Base, Entry
 from orbax_delta.chunks import Box
@@ -23,9 +22,9 @@ from orbax_delta.dtypes import Rule
 from orbax_delta.grids import Grid, Kind
 from orbax_delta.leaves import Brought, HostLeaf, HostShard
 from orbax_delta.manifests import LeafEntry
-from orbax_delta.options import MAX_CHAIN_LIMIT, DeltaOptions
+from orbax_delta.options import DeltaOptions
 from orbax_delta.parts import Ref, Row
-from orbax_delta.rounding import Errors, Following, Lazily, OnGrid, Rounding
+from orbax_delta.rounding import Errors, Lazily, OnGrid, Rounding
 
 BATCH_BYTES = 2 << 20
 """A thread takes small chunks together, up to about this much."""
@@ -34,9 +33,6 @@ _LOOK_BYTES = 4 << 20
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-
-_SAMPLE_ELEMENTS = 64
-_MAX_CANDIDATES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +172,12 @@ ContentKey = tuple[bytes, int, int]
 """What contents that may be equal agree in: digest, size, and size of a word."""
 
 
+def content_key(finding: Finding) -> ContentKey:
+    """What any chunk of the same content has in common with this one."""
+    chunk = finding.chunk
+    return finding.digest, chunk.content_bytes, chunk.leaf.element.word_bytes
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """A snapshot in chunks.
@@ -241,9 +243,8 @@ def compare(
     executor: Pool,
     *,
     elsewhere: Set[str] = frozenset(),
-    moved: Callable[[Sequence[Finding]], list[Finding]] = list,
 ) -> list[Finding]:
-    """Look at every chunk once and find what each follows from.
+    """Look at every chunk once.
 
     Args:
         wanted: The chunks.
@@ -251,22 +252,15 @@ def compare(
         executor: Where to do it.
         elsewhere: Packs that other runs need: what lies in them alone is not written
             anew for its age, which would undo the sharing.
-        moved: Tells which more are written anew, before it is known what follows from
-            what.
     """
 
     def look(chunk: Chunk) -> Finding:
         return _look(chunk, refresh_every, elsewhere)
 
-    seen = _mapped(executor, look, wanted, lambda chunk: chunk.content_bytes)
-    return _find_sources(moved(list(seen)), executor)
+    return list(mapped(executor, look, wanted, lambda chunk: chunk.content_bytes))
 
 
-def _bytes(seen: Sequence[Finding], *indices: int) -> int:
-    return sum(seen[index].chunk.content_bytes for index in indices)
-
-
-def _mapped(
+def mapped(
     executor: Pool,
     function: Callable[[_Item], _Result],
     items: Iterable[_Item],
@@ -309,196 +303,3 @@ def is_due(row: Row, refresh_every: int | None, elsewhere: Set[str]) -> bool:
 
 def _lies_in(row: Row, packs: Set[str]) -> bool:
     return {ref.pack for ref in row.refs if ref.pack} <= packs
-
-
-def _find_sources(seen: list[Finding], executor: Pool) -> list[Finding]:
-    """Mark what is a copy or cast of another chunk as derived."""
-    kept_lists = {
-        finding.chunk.stored.row.refs
-        for finding in seen
-        if finding.status is Status.SAME
-        and finding.chunk.stored
-        and finding.chunk.stored.row.rule is Rule.NONE
-    }
-    targets = [
-        index for index, finding in enumerate(seen) if _may_follow(finding, kept_lists)
-    ]
-    places = {(f.chunk.leaf_index, f.chunk.box): i for i, f in enumerate(seen)}
-    roots = _roots(seen, targets)
-    copies = {
-        index: root
-        for index in targets
-        if (root := roots.get(content_key(seen[index]), index)) != index
-    }
-    confirmed = _confirm_copies(seen, copies, executor)
-    alone = [index for index in targets if index not in confirmed]
-    # What a list will build on is not known while others look for theirs.
-    kept = {i for i in alone if not seen[i].wants_source} | _own_records(seen)
-    casts = _followed(seen, alone, kept, places)
-    others = [index for index in alone if index not in casts]
-    casts |= _casts(seen, others, kept=kept, executor=executor)
-    result = list(seen)
-    for index in alone:
-        rounding = seen[index].chunk.rounding
-        if seen[index].wants_source and isinstance(rounding, OnGrid):
-            source = places[_place(rounding.source)]
-            if _leaves_room(seen[source]):
-                result[index] = dataclasses.replace(seen[index], source=source)
-    for index, (source, rule) in casts.items():
-        result[index] = dataclasses.replace(
-            seen[index], status=Status.DERIVED, source=source, rule=rule
-        )
-    for index, root in confirmed.items():
-        # A copy of something that is itself cast follows from that one's source.
-        source, rule = casts.get(root, (root, Rule.NONE))
-        result[index] = dataclasses.replace(
-            seen[index], status=Status.DERIVED, source=source, rule=rule
-        )
-    return result
-
-
-def _place(chunk: Any) -> tuple[int, Box]:
-    return chunk.leaf_index, chunk.box
-
-
-def _leaves_room(source: Finding) -> bool:
-    """Whether a list may have one record more than that of `source` will have."""
-    stored = source.chunk.stored
-    if source.status is not Status.SAME or stored is None:
-        return True
-    return len(stored.row.refs) < MAX_CHAIN_LIMIT
-
-
-def _followed(
-    seen: Sequence[Finding],
-    targets: Sequence[int],
-    kept: Set[int],
-    places: Mapping[tuple[int, Box], int],
-) -> dict[int, tuple[int, Rule]]:
-    """Targets that were made casts of a chunk of `kept`."""
-    found = {}
-    for index in targets:
-        rounding, errors = seen[index].chunk.rounding, seen[index].errors
-        if isinstance(rounding, Following) and errors and not errors.exact:
-            source = places[_place(rounding.source)]
-            if source in kept:
-                found[index] = source, rounding.rule
-    return found
-
-
-def _may_follow(finding: Finding, kept_lists: set[tuple[Ref, ...]]) -> bool:
-    """Changed, or derived from a list that its source is about to leave behind."""
-    if finding.status in (Status.CHANGED, Status.REFRESH):
-        return True
-    stored = finding.chunk.stored
-    return (
-        finding.status is Status.SAME
-        and finding.chunk.copied
-        and stored is not None
-        and stored.row.rule is not Rule.NONE
-        and stored.row.refs not in kept_lists
-    )
-
-
-def _own_records(seen: Sequence[Finding]) -> set[int]:
-    """Findings that keep their stored row, which is not itself derived.
-
-    Those whose content nobody has at hand are left out: bytes could not be compared.
-    """
-    return {
-        index
-        for index, finding in enumerate(seen)
-        if finding.status is Status.SAME
-        and finding.chunk.readable
-        and finding.chunk.stored
-        and finding.chunk.stored.row.rule is Rule.NONE
-    }
-
-
-def content_key(finding: Finding) -> ContentKey:
-    """What any chunk of the same content has in common with this one."""
-    chunk = finding.chunk
-    return finding.digest, chunk.content_bytes, chunk.leaf.element.word_bytes
-
-
-def _roots(seen: Sequence[Finding], targets: Sequence[int]) -> Mapping[ContentKey, int]:
-    """For each content the first chunk that has it, stored ones before new ones."""
-    roots: dict[ContentKey, int] = {}
-    able = (index for index in targets if not seen[index].wants_source)
-    for index in (*sorted(_own_records(seen)), *able):
-        roots.setdefault(content_key(seen[index]), index)
-    return roots
-
-
-def _confirm_copies(
-    seen: Sequence[Finding], copies: Mapping[int, int], executor: Pool
-) -> dict[int, int]:
-    def equal(pair: tuple[int, int]) -> bool:
-        left, right = (seen[index].chunk.content() for index in pair)
-        return bool(np.array_equal(left, right))
-
-    agreed = _mapped(executor, equal, copies.items(), lambda pair: _bytes(seen, *pair))
-    return {pair[0]: pair[1] for pair, same in zip(copies.items(), agreed) if same}
-
-
-_CastKey = tuple[str, tuple[int, ...], Box, bytes]
-
-
-def _casts(
-    seen: Sequence[Finding], targets: Sequence[int], *, kept: set[int], executor: Pool
-) -> dict[int, tuple[int, Rule]]:
-    """Targets that are casts of a chunk of `kept`, found by a sample of elements."""
-    wanted = [
-        index
-        for index in targets
-        if seen[index].chunk.leaf.dtype in dtypes.CAST_TARGETS
-    ]
-    if not wanted:
-        return {}
-    places: dict[tuple[tuple[int, ...], Box], set[str]] = {}
-    for index in wanted:
-        chunk = seen[index].chunk
-        place = chunk.leaf.shape, chunk.box
-        places.setdefault(place, set()).add(chunk.leaf.dtype)
-    candidates: dict[_CastKey, list[int]] = {}
-    for index in sorted(kept):
-        chunk = seen[index].chunk
-        if chunk.leaf.dtype != dtypes.CAST_SOURCE:
-            continue
-        for key in _cast_keys(chunk, places.get((chunk.leaf.shape, chunk.box), ())):
-            candidates.setdefault(key, []).append(index)
-
-    def verify(index: int) -> tuple[int, Rule] | None:
-        chunk = seen[index].chunk
-        rule = dtypes.cast_rule(chunk.leaf.dtype)
-        content = seen[index].chunk.content()
-        key = _cast_key(chunk, chunk.leaf.dtype, _sample(content, chunk))
-        for source in candidates.get(key, ())[:_MAX_CANDIDATES]:
-            cast = dtypes.derive(rule, seen[source].chunk.content())
-            if cast is not None and np.array_equal(cast, content):
-                return source, rule
-        return None
-
-    found = zip(
-        wanted, _mapped(executor, verify, wanted, lambda index: _bytes(seen, index))
-    )
-    return {index: source for index, source in found if source is not None}
-
-
-def _sample(content: Bytes, chunk: Chunk) -> Bytes:
-    """A few elements, evenly spread."""
-    rows = content.reshape(-1, chunk.leaf.element.word_bytes)
-    stride = max(1, rows.shape[0] // _SAMPLE_ELEMENTS)
-    return rows[::stride][:_SAMPLE_ELEMENTS].reshape(-1)
-
-
-def _cast_key(chunk: Chunk, dtype: str, sample: Bytes) -> _CastKey:
-    return dtype, chunk.leaf.shape, chunk.box, sample.tobytes()
-
-
-def _cast_keys(chunk: Chunk, targets: Iterable[str]) -> Iterator[_CastKey]:
-    for dtype in targets:
-        sample = np.ascontiguousarray(_sample(chunk.content(), chunk))
-        cast = dtypes.derive(dtypes.cast_rule(dtype), sample)
-        if cast is not None:
-            yield _cast_key(chunk, dtype, cast)

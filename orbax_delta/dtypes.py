@@ -13,7 +13,7 @@ import re
 import ml_dtypes
 import numpy as np
 
-from orbax_delta import scratch
+from orbax_delta import lanes, scratch
 from orbax_delta.codecs import Bytes
 from orbax_delta.errors import InvalidInputError
 
@@ -59,7 +59,8 @@ class ElementType:
         flat = np.ascontiguousarray(array).reshape(-1)
         if self.bits >= 8:
             return flat.view(np.uint8)
-        return _pack(flat.view(np.uint8), self.bits)
+        mask = np.uint8((1 << self.bits) - 1)
+        return lanes.pack(flat.view(np.uint8) & mask, self.bits)
 
     def from_content(self, content: Bytes, shape: tuple[int, ...]) -> np.ndarray:
         """The array that `to_content` was given, in `shape`."""
@@ -67,7 +68,7 @@ class ElementType:
             return content.view(self.dtype).reshape(shape)
         count = int(np.prod(shape, dtype=np.int64))
         # ml_dtypes reads only the low bits of each byte, signed types too.
-        values = _unpack(content, self.bits)[:count]
+        values = lanes.unpack(content, self.bits)[:count]
         return values.view(self.dtype).reshape(shape)
 
 
@@ -118,26 +119,6 @@ def element_type_of(name: str) -> ElementType:
             f"dtype {name!r} is not a name of this format; expected {element.name!r}"
         )
     return element
-
-
-def _pack(values: Bytes, bits: int) -> Bytes:
-    """Low `bits` of each byte, first element in the lowest bits."""
-    per_byte = 8 // bits
-    padded = np.zeros(-(-values.size // per_byte) * per_byte, np.uint8)
-    padded[: values.size] = values & ((1 << bits) - 1)
-    lanes = padded.reshape(-1, per_byte)
-    packed = lanes[:, 0].copy()
-    for lane in range(1, per_byte):
-        packed |= lanes[:, lane] << np.uint8(lane * bits)
-    return packed
-
-
-def _unpack(content: Bytes, bits: int) -> Bytes:
-    per_byte = 8 // bits
-    lanes = np.empty((content.size, per_byte), np.uint8)
-    for lane in range(per_byte):
-        lanes[:, lane] = (content >> np.uint8(lane * bits)) & ((1 << bits) - 1)
-    return lanes.reshape(-1)
 
 
 class Rule(enum.IntEnum):

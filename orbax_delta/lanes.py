@@ -71,7 +71,7 @@ def _split(numbers: np.ndarray, lane_bits: int) -> tuple[Bytes, np.ndarray]:
         count = gridkernels.pack(lane_bits)(numbers, packed, apart)
         return packed, apart[:count]
     low = np.minimum(numbers, escape).astype(np.uint8)
-    return _packed(low, lane_bits), numbers[low == escape] - np.uint32(escape)
+    return pack(low, lane_bits), numbers[low == escape] - np.uint32(escape)
 
 
 def decode(view: memoryview, count: int) -> np.ndarray:
@@ -91,7 +91,7 @@ def decode(view: memoryview, count: int) -> np.ndarray:
     packed_bytes = -(-count * lane_bits // 8)
     packed, rest = planes.decode(view[_HEAD.size :], packed_bytes, 1)
     words = planes.decode_exactly(rest, apart_count * width, width)
-    low = _unpacked(packed, lane_bits)
+    low = unpack(packed, lane_bits)
     escape = (1 << lane_bits) - 1
     numbers = low[:count].astype(np.uint32)
     escaped = numbers == escape
@@ -126,8 +126,8 @@ def _entropy_bits(counts: np.ndarray) -> float:
     return float(np.sum(some * np.log2(some.sum() / some)))
 
 
-def _packed(low: Bytes, lane_bits: int) -> Bytes:
-    """First number in the lowest bits of a byte; missing ones are zero."""
+def pack(low: Bytes, lane_bits: int) -> Bytes:
+    """Numbers below 2^lane_bits, several to a byte, the first in its lowest bits."""
     per_byte = 8 // lane_bits
     if per_byte == 1:
         return low
@@ -139,7 +139,8 @@ def _packed(low: Bytes, lane_bits: int) -> Bytes:
     return packed
 
 
-def _unpacked(packed: Bytes, lane_bits: int) -> Bytes:
+def unpack(packed: Bytes, lane_bits: int) -> Bytes:
+    """The numbers of lanes, those past the last one too."""
     per_byte = 8 // lane_bits
     lanes = np.empty((packed.size, per_byte), np.uint8)
     for lane in range(per_byte):

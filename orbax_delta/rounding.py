@@ -46,6 +46,15 @@ class Errors:
     elements: int
     exact: bool = False
 
+    @classmethod
+    def of(cls, moved: np.ndarray) -> "Errors":
+        """Of the error of each element."""
+        return cls(
+            largest=float(moved.max(initial=0)),
+            square_sum=float(np.dot(moved, moved)),
+            elements=moved.size,
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OnGrid:
@@ -115,11 +124,7 @@ class Lazily:
         near = (moved <= np.maximum(room, self.abs)) & np.isfinite(now)
         made = np.where(near, kept, now)
         moved[~near] = 0
-        return made.view(np.uint8), Errors(
-            largest=float(moved.max(initial=0)),
-            square_sum=float(np.dot(moved, moved)),
-            elements=elements,
-        )
+        return made.view(np.uint8), Errors.of(moved)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +154,7 @@ class Narrowing:
         moved[made == true] = 0
         if not moved.max(initial=0) <= self.bound:
             return raw, Errors(elements=elements, exact=True)
-        return made.astype(np.float32).view(np.uint8), Errors(
-            largest=float(moved.max(initial=0)),
-            square_sum=float(np.dot(moved, moved)),
-            elements=elements,
-        )
+        return made.astype(np.float32).view(np.uint8), Errors.of(moved)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

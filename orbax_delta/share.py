@@ -18,6 +18,7 @@ from orbax_delta import (
     codecs,
     coding,
     device,
+    following,
     lossy,
     parts,
     reader,
@@ -175,15 +176,12 @@ class ShareWriter:
             selected = self.request.selection
             own = selection.complete(cut.own, selected, self.packs, executor)
             own = lossy.attach(own, self.request.lossy, self._dither_seed())
-            compared = changes.compare(
-                own,
-                refresh_every,
-                executor,
-                elsewhere=self.elsewhere,
-                moved=list
-                if self.request.hurried
-                else functools.partial(self._moved, executor),
+            looked = changes.compare(
+                own, refresh_every, executor, elsewhere=self.elsewhere
             )
+            if not self.request.hurried:
+                looked = self._moved(executor, looked)
+            compared = following.find_sources(looked, executor)
             selection.audit(compared, selected, self.request.place.label)
             findings, read_bytes = self.kin.share(compared, options, executor)
         changed = [f for f in findings if f.status in (Status.CHANGED, Status.REFRESH)]

@@ -20,7 +20,7 @@ from strategies import (
 )
 
 import orbax_delta
-from orbax_delta import changes, check, kin, prune, records, testing
+from orbax_delta import changes, check, following, kin, prune, records, testing
 from orbax_delta.background import pool
 from orbax_delta.base import Base
 from orbax_delta.changes import Status
@@ -227,7 +227,8 @@ def compared(tree, options, executor):
     """Findings of a first save."""
     leaves = snapshot(tree, Job()).leaves
     cut = changes.cut(leaves, Base(), options, process=0)
-    return changes.compare(cut.own, options.refresh_every, executor)
+    looked = changes.compare(cut.own, options.refresh_every, executor)
+    return following.find_sources(looked, executor)
 
 
 def test_bytes_are_compared(tmp_path, shared):
