@@ -1,5 +1,6 @@
 """The recipes for a live tree, in real processes: following a trainer, going back."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -69,7 +70,10 @@ def test_an_evaluator_follows_a_trainer(start):
     assert all(line["same_body"] for line in later)
     body_chunks = sum(line["reused"] for line in later) / len(later)
     assert 0 < body_chunks < first["chunks"]
-    assert max(line["read"] for line in later) < first["read"]
+    # One that missed the step before reads that step's records too.
+    for before, line in itertools.pairwise(seen):
+        if line["step"] == before["step"] + 1:
+            assert line["read"] < first["read"]
     assert follower.wait(timeout=60) == 0
     trainer.stdin.close()
     assert trainer.wait(timeout=60) == 0
