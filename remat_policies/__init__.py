@@ -1,4 +1,25 @@
 """`jax.checkpoint` policies for transformer blocks on TPU and GPU.
 
-The package is reserved and typed but holds no policy yet.
+`remat(block, "minimal")` is the block whose backward pass keeps its matrix products and
+computes the rest again; `report(block, *avals, policy=...)` says what that costs.
+`remat_policies.linen` and `remat_policies.nnx` do the same with Flax modules.
 """
+
+from remat_policies import blocknames as blocknames
+from remat_policies.applying import remat as remat
+from remat_policies.applying import scan_layers as scan_layers
+from remat_policies.errors import GradientMismatchError as GradientMismatchError
+from remat_policies.errors import InvalidInputError as InvalidInputError
+from remat_policies.errors import RematError as RematError
+from remat_policies.errors import RematWarning as RematWarning
+from remat_policies.errors import UnknownNameError as UnknownNameError
+from remat_policies.gradients import check_grads as check_grads
+from remat_policies.lints import lint as lint
+from remat_policies.policies import Policy as Policy
+from remat_policies.policies import all_of as all_of
+from remat_policies.policies import any_of as any_of
+from remat_policies.policies import from_json as from_json
+from remat_policies.policies import names as names
+from remat_policies.presets import PRESETS as PRESETS
+from remat_policies.presets import preset as preset
+from remat_policies.report import report as report

@@ -1,0 +1,233 @@
+"""A policy applied to a function of arrays, and to a scan over layers.
+
+Does not belong here: Flax.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from remat_policies import _compat
+from remat_policies.choosing import choose
+from remat_policies.errors import InvalidInputError
+from remat_policies.linearized import linearize
+from remat_policies.naming import named
+from remat_policies.policies import Policy, lowered
+from remat_policies.presets import full, preset
+
+Function = Callable[..., Any]
+Body = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def remat(
+    fn: Function,
+    policy: Policy | str,
+    *,
+    in_scan: bool = False,
+    static: str | Iterable[str] = (),
+) -> Function:
+    """The same function, whose backward pass keeps what the policy says.
+
+    Values and gradients are those of `fn`. The names of the policy may stand where they
+    are useless to `jax.checkpoint`: on the result of an activation function or of an
+    attention kernel; here they are kept and not computed again.
+
+    Args:
+        fn: Of pytrees of arrays.
+        policy: A policy, or the name of a preset.
+        in_scan: It is the body of a loop of more than one round (`jax.lax.scan`). XLA
+            then cannot undo the policy by itself, and need not be kept from it, which
+            costs memory. Outside a loop it would, in silence.
+        static: Names of arguments that are no arrays, as for `jax.jit`.
+
+    Raises:
+        UnknownNameError: When it is called: the function has no value of that name.
+        InvalidInputError: There is no such preset, or no such argument.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> block = remat(lambda w, x: jnp.tanh(x @ w), "minimal")
+        >>> w = jnp.eye(2)
+        >>> jax.grad(lambda w: block(w, w).sum())(w).shape
+        (2, 2)
+    """
+    chosen = as_policy(policy)
+    fixed = (static,) if isinstance(static, str) else tuple(static)
+    signature = inspect.signature(fn) if fixed else None
+    if signature is not None:
+        check_static(signature, fixed)
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if signature is None:
+            return apply(fn, chosen, args, kwargs, in_scan=in_scan)
+        held, rest = split_static(signature, fixed, args, kwargs)
+        whole = functools.partial(_call, signature, fn, held)
+        return apply(whole, chosen, (rest,), {}, in_scan=in_scan)
+
+    return run
+
+
+def scan_layers(
+    body: Body,
+    init: Any,
+    layers: Any,
+    policy: Policy | str,
+    *,
+    every: int | Literal["sqrt"] = 1,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` over layers, each with a policy.
+
+    With segments of k layers only each k-th layer's input is kept; the backward pass
+    runs a segment forward once more, with the policy, and keeps it for that long. With
+    k = sqrt(layers) memory grows with the root of their number, for one more forward
+    pass (Chen et al. 2016, arXiv 1604.06174).
+
+    Args:
+        body: From (carry, one layer) to (carry, output), as for `jax.lax.scan`.
+        init: The first layer's input.
+        layers: Pytree of arrays with a leading axis of layers.
+        policy: For each layer; a policy, or the name of a preset.
+        every: Layers in a segment; `"sqrt"` is the root of their number.
+
+    Returns:
+        The last carry, and all outputs stacked.
+
+    Raises:
+        InvalidInputError: No layers, layers of different number, or `every` < 1.
+        UnknownNameError: As `remat`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> body = lambda x, w: (jnp.tanh(x @ w), None)
+        >>> out, _ = scan_layers(body, jnp.ones((1, 2)), jnp.ones((4, 2, 2)), "full")
+        >>> out.shape
+        (1, 2)
+    """
+    count = _layer_count(layers)
+    size = math.isqrt(count - 1) + 1 if every == "sqrt" else every
+    if not isinstance(size, int) or size < 1:
+        raise InvalidInputError(
+            f"a segment has at least one layer, or 'sqrt': {every!r}"
+        )
+    size = min(size, count)
+    inner = remat(body, policy, in_scan=(count if size == 1 else size) > 1)
+    if size == 1:
+        return jax.lax.scan(inner, init, layers)
+    segments, rest = divmod(count, size)
+
+    def segment(carry: Any, some: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(inner, carry, some)
+
+    # Plain jax.checkpoint: what the policy keeps is kept inside of a segment only.
+    whole = jax.tree.map(
+        lambda leaf: leaf[: segments * size].reshape(segments, size, *leaf.shape[1:]),
+        layers,
+    )
+    loop = jax.checkpoint(segment, policy=lowered(full), prevent_cse=segments == 1)
+    carry, outputs = jax.lax.scan(loop, init, whole)
+    outputs = jax.tree.map(
+        lambda leaf: leaf.reshape(segments * size, *leaf.shape[2:]), outputs
+    )
+    if not rest:
+        return carry, outputs
+    last = jax.tree.map(lambda leaf: leaf[segments * size :], layers)
+    carry, more = jax.checkpoint(segment, policy=lowered(full))(carry, last)
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, more)
+    return carry, joined
+
+
+def apply(
+    fn: Function,
+    policy: Policy,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    in_scan: bool,
+) -> Any:
+    """Call a function of pytrees of arrays under a policy."""
+    if not policy.remat:
+        return fn(*args, **kwargs)
+    leaves, in_tree = jtu.tree_flatten((args, dict(kwargs)))
+    flat = [jnp.asarray(leaf) for leaf in leaves]
+    with _compat.settled_remat():
+        split = linearize(fn, flat, in_tree)
+        kept = choose(split, policy)
+        checkpointed = jax.checkpoint(
+            named(split, kept.names),
+            policy=lowered(kept.policy),
+            prevent_cse=not in_scan,
+        )
+        return jtu.tree_unflatten(split.out_tree, checkpointed(*flat))
+
+
+def as_policy(policy: object) -> Policy:
+    """A policy, or the preset of that name.
+
+    Raises:
+        InvalidInputError: It is neither; what to write instead of jax's own.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str):
+        return preset(policy)
+    if policy is None:
+        raise InvalidInputError(
+            "None is no policy: jax takes it for `full` (recompute everything), others"
+            " for `none` (keep everything); write which one"
+        )
+    raise InvalidInputError(
+        f"no policy of this package: {policy!r}. jax's new remat never calls a callable"
+        " on some versions and recomputes everything: write names(save=[...]) or the"
+        " name of a preset"
+    )
+
+
+def check_static(signature: inspect.Signature, static: tuple[str, ...]) -> None:
+    """Raise InvalidInputError for a name that is no argument."""
+    for name in static:
+        if name not in signature.parameters:
+            there = ", ".join(signature.parameters)
+            raise InvalidInputError(
+                f"no argument is called {name!r}: there are {there}"
+            )
+
+
+def split_static(
+    signature: inspect.Signature,
+    static: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of a call by name: those that are static, and the others."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    rest = dict(bound.arguments)
+    return {name: rest.pop(name) for name in static}, rest
+
+
+def _call(
+    signature: inspect.Signature, fn: Function, held: Any, rest: Mapping[str, Any]
+) -> Any:
+    """Call a function with what `split_static` took apart."""
+    bound = signature.bind_partial()
+    given = {**held, **rest}
+    bound.arguments.update({name: given[name] for name in signature.parameters})
+    return fn(*bound.args, **bound.kwargs)
+
+
+def _layer_count(layers: Any) -> int:
+    counts = {leaf.shape[:1] for leaf in jax.tree.leaves(layers)}
+    if len(counts) != 1 or counts == {()} or counts == {(0,)}:
+        raise InvalidInputError(
+            "each array of `layers` has the same leading axis, one entry for each"
+            f" layer: found {sorted(counts)}"
+        )
+    ((count,),) = counts
+    return int(count)
