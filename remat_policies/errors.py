@@ -1,15 +1,19 @@
-"""What can go wrong, by what one does about it."""
+"""The exception tree, by what the caller can do about it.
+
+Every error says what was found, what was expected and what to do. Does not belong here:
+anything that decides *when* to raise.
+"""
 
 import difflib
 from collections.abc import Iterable
 
 
 class RematError(Exception):
-    """Any error of this package."""
+    """Base of everything this package raises on purpose."""
 
 
 class InvalidInputError(RematError, ValueError):
-    """An argument cannot be meant; the message says what is expected."""
+    """The call itself is wrong: a name, a target, an option. Mend the call."""
 
 
 class UnknownNameError(InvalidInputError):
@@ -21,6 +25,24 @@ class UnknownNameError(InvalidInputError):
 
 class GradientMismatchError(RematError):
     """A rematerialised function's gradients differ from the function's own."""
+
+
+class OverBudgetError(RematError):
+    """The program does not fit. Save less, shard more, or take a larger device.
+
+    Attributes:
+        required_bytes: What the program needs of each device.
+        available_bytes: What there is for it on each device.
+    """
+
+    def __init__(self, message: str, *, required_bytes: int, available_bytes: int):
+        super().__init__(message)
+        self.required_bytes = required_bytes
+        self.available_bytes = available_bytes
+
+
+class CompilerMissingError(RematError, ImportError):
+    """The compiler for the target is not there. Install the extra that brings it."""
 
 
 class RematWarning(UserWarning):
