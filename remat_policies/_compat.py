@@ -154,10 +154,10 @@ def _keeps(policy: Any) -> str:
 
 
 def functions_around(equation: Equation) -> frozenset[str]:
-    """Names of the functions, libraries' own among them, that called an equation."""
+    """Names of the functions, libraries' own among them, in which an equation arose."""
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
-    return frozenset(frame.function_name for frame in frames)
+    return frozenset(frame.function_name.split(".")[0] for frame in frames)
 
 
 def zero_tangent(value: Any) -> Any:

@@ -47,6 +47,10 @@ def flops(equation: _compat.Equation) -> float:
     name = equation.primitive.name
     if name == "dot_general":
         return _product_flops(equation)
+    if name.startswith("ragged_dot"):
+        # Each row meets one group's matrix: the work of one product of that depth.
+        rows, depth = equation.invars[0].aval.shape[-2:]
+        return float(2 * rows * depth * equation.outvars[0].aval.shape[-1])
     if name == "conv_general_dilated":
         return _convolution_flops(equation)
     if name == "cond":

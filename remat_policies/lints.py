@@ -182,7 +182,7 @@ def _inside(jaxpr: Any, *, in_loop: bool, within: str | None) -> Iterator[Lint]:
                     instead="one jax.checkpoint for each block",
                 )
             yield from _of_checkpoint(remat, place, in_loop)
-        if equation.primitive.name == "scan":
+        if equation.primitive.name == "scan" and within is None:
             yield from _of_scan(equation, place)
         rounds = equation.primitive.name == "scan" and equation.params["length"] > 1
         loops = in_loop or rounds or equation.primitive.name == "while"

@@ -18,7 +18,7 @@ _HOST = "pinned_host"
 # Stands for None, which is no leaf of a tree.
 _ANYWHERE = object()
 
-_WHOLE = jax.sharding.PartitionSpec()  # type: ignore[no-untyped-call] # jax leaves it so
+_WHOLE = jax.sharding.PartitionSpec()
 
 
 def placed(
@@ -97,7 +97,7 @@ def _leaf(leaf: Any, sharding: Any, mesh: jax.sharding.Mesh, chosen: Device) -> 
             "an argument is in pinned_host memory, of which the GPU's compiler takes "
             "no notice ahead of time: verify on a TPU, or keep it on the device."
         )
-    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call] # jax leaves it so
+    return jax.ShapeDtypeStruct(
         leaf.shape,
         leaf.dtype,
         weak_type=getattr(leaf, "weak_type", False),

@@ -124,7 +124,7 @@ def residuals(
     rows = [
         _row(split, kept, value, wanted, plan.flops) for value in sorted(kept.names)
     ]
-    every = schedule(split, (), split.program.outputs)
+    every = schedule(split, (), split.outputs)
     return Residuals(
         policy=policy,
         rows=tuple(sorted(rows, key=lambda row: (-row.nbytes, row.name))),

@@ -15,6 +15,17 @@ MODES = ("remat", "remat3")
 """jax's implementation of `jax.checkpoint`, and the one that is to replace it."""
 
 
+UNOPTIMISED = {"xla_backend_optimization_level": 0}
+"""Options of XLA: compiling takes most of these tests' time, and this a fifth of it."""
+if jax.__version_info__ < (0, 11):  # later versions know no other way to fuse
+    UNOPTIMISED["xla_cpu_use_fusion_emitters"] = False
+
+
+def fast(function):
+    """Like `jax.jit`, but compiled in a hurry."""
+    return jax.jit(function, compiler_options=UNOPTIMISED)
+
+
 @contextlib.contextmanager
 def mode(name):
     """Jax as if it had been started with `JAX_REMAT3` set, or not."""

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
-from rematted import MODES, block, bytes_kept, in_gradient, mode, params_of_block
+from rematted import (
+    MODES,
+    block,
+    bytes_kept,
+    fast,
+    in_gradient,
+    mode,
+    params_of_block,
+)
 
 import remat_policies as rp
 from remat_policies.linearized import linearize
@@ -35,7 +43,7 @@ def loss_of(fn):
 
 def gradients(fn, *args):
     """By the first argument, compiled."""
-    return jax.jit(jax.grad(loss_of(fn)))(*args)
+    return fast(jax.grad(loss_of(fn)))(*args)
 
 
 def assert_close(found, wanted):
@@ -58,7 +66,7 @@ def test_values_and_gradients_are_the_functions(either_remat, policy):
     """For every preset that needs no names."""
     params, x = params_of_block()
     rematted_block = rp.remat(block, policy)
-    assert_close(jax.jit(rematted_block)(params, x), jax.jit(block)(params, x))
+    assert_close(fast(rematted_block)(params, x), fast(block)(params, x))
     assert_close(gradients(rematted_block, params, x), gradients(block, params, x))
 
 
