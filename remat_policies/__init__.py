@@ -8,8 +8,15 @@ computes the rest again; `report(block, *avals, policy=...)` says what that cost
 from remat_policies import blocknames as blocknames
 from remat_policies.applying import remat as remat
 from remat_policies.applying import scan_layers as scan_layers
+from remat_policies.compiled import Compiled as Compiled
+from remat_policies.compiled import OutOfMemory as OutOfMemory
+from remat_policies.devices import DEVICES as DEVICES
+from remat_policies.devices import Device as Device
+from remat_policies.devices import device as device
+from remat_policies.errors import CompilerMissingError as CompilerMissingError
 from remat_policies.errors import GradientMismatchError as GradientMismatchError
 from remat_policies.errors import InvalidInputError as InvalidInputError
+from remat_policies.errors import OverBudgetError as OverBudgetError
 from remat_policies.errors import RematError as RematError
 from remat_policies.errors import RematWarning as RematWarning
 from remat_policies.errors import UnknownNameError as UnknownNameError
@@ -23,3 +30,4 @@ from remat_policies.policies import names as names
 from remat_policies.presets import PRESETS as PRESETS
 from remat_policies.presets import preset as preset
 from remat_policies.report import report as report
+from remat_policies.verify import verify as verify
