@@ -30,4 +30,6 @@ from remat_policies.policies import names as names
 from remat_policies.presets import PRESETS as PRESETS
 from remat_policies.presets import preset as preset
 from remat_policies.report import report as report
+from remat_policies.suiting import Choice as Choice
+from remat_policies.suiting import for_device as for_device
 from remat_policies.verify import verify as verify

@@ -119,6 +119,20 @@ def residuals(
     """
     split = split_at(fn, args, kwargs)
     wanted = needed(split, asked_for(args, kwargs, wrt))
+    return residuals_of(split, policy, wanted, tokens or _tokens(split))
+
+
+def residuals_of(
+    split: Linearized, policy: Policy, wanted: frozenset[int], tokens: int
+) -> Residuals:
+    """As `residuals`, of a function that is split already.
+
+    Args:
+        split: The function.
+        policy: What is kept.
+        wanted: Numbers of the values that the backward pass reads.
+        tokens: By how many tokens to divide.
+    """
     kept = _kept(split, policy, wanted)
     plan = schedule(split, kept.names, wanted)
     rows = [
@@ -131,7 +145,7 @@ def residuals(
         argument_bytes=sum(map(split.program.nbytes, plan.arguments)),
         forward_flops=every.flops,
         recompute_flops=plan.flops,
-        tokens=tokens or _tokens(split),
+        tokens=tokens,
     )
 
 
