@@ -19,7 +19,7 @@ from orbax_delta.base import Base, Entry
 from orbax_delta.chunks import Box
 from orbax_delta.codecs import Bytes
 from orbax_delta.dtypes import Rule
-from orbax_delta.grids import Grid, Kind
+from orbax_delta.grids import Codes, Grid, Kind
 from orbax_delta.leaves import Brought, HostLeaf, HostShard
 from orbax_delta.manifests import LeafEntry
 from orbax_delta.options import DeltaOptions
@@ -77,19 +77,18 @@ class Chunk:
 
     def content(self) -> Bytes:
         """`uint8[n]`, what is stored of it; of readable chunks."""
+        return self.placed()[0]
+
+    def placed(self) -> tuple[Bytes, Codes | None]:
+        """What is stored of it, and its codes where that lies on a grid."""
         if isinstance(self.rounding, OnGrid):
             return self.rounding.again(self.raw())
-        return self.rounded()[0]
+        return self.rounded()[0], None
 
     def rounded(self) -> tuple[Bytes, Errors | None]:
         """What is stored of it, and how far that lies from what it is."""
         raw = self.raw()
         return self.rounding.apply(raw) if self.rounding else (raw, None)
-
-    def source_content(self) -> Bytes | None:
-        """What is stored of the chunk that this one's grid is relative to."""
-        source = self.rounding.source if isinstance(self.rounding, OnGrid) else None
-        return source.content() if source else None
 
     def raw(self) -> Bytes:
         """`uint8[n]`, a view where the chunk is contiguous; of readable chunks."""

@@ -14,10 +14,12 @@ from orbax_delta import differences, gridforms, grids, planes, sparse
 from orbax_delta.differences import BLOCK_BYTES as BLOCK_BYTES
 from orbax_delta.differences import Bytes as Bytes
 from orbax_delta.errors import CorruptionError
-from orbax_delta.grids import Grid, Kind
+from orbax_delta.grids import Codes
 from orbax_delta.sparse import Changes
 
 SPARSE_MAX_DENSITY = 0.125
+# Above it, codes of few values take less than bits of floats.
+SPARSE_MAX_DENSITY_ON_GRIDS = 1 / 64
 BLOCKS_MAX_SHARE = 0.75
 
 
@@ -89,9 +91,9 @@ def encode_full(content: Bytes, word_bytes: int) -> bytes:
     return planes.encode(content, word_bytes)
 
 
-def encode_on_grid(content: Bytes, grid: Grid, source: Bytes | None) -> bytes | None:
-    """Payload of form GRID, or RELATIVE to `source`; None: it does not lie there."""
-    return gridforms.encode(content, grid, other=source)
+def encode_on_grid(codes: Codes) -> bytes:
+    """Payload of form GRID, or RELATIVE where the grid is."""
+    return gridforms.encode(codes)
 
 
 def estimate_full_bytes(content: Bytes, word_bytes: int) -> int:
@@ -99,9 +101,12 @@ def estimate_full_bytes(content: Bytes, word_bytes: int) -> int:
     return planes.estimate_bytes(content, word_bytes)
 
 
-def find_changes(content: Bytes, base: Bytes, word_bytes: int) -> Changes:
+def find_changes(
+    content: Bytes, base: Bytes, word_bytes: int, *, on_grid: bool = False
+) -> Changes:
     """Where two contents differ; positions only where SPARSE may be the form."""
-    most = int(SPARSE_MAX_DENSITY * (content.size // word_bytes))
+    density = SPARSE_MAX_DENSITY_ON_GRIDS if on_grid else SPARSE_MAX_DENSITY
+    most = int(density * (content.size // word_bytes))
     return sparse.find(content, base, word_bytes, most=most)
 
 
@@ -110,7 +115,7 @@ def encode_delta(
     base: Bytes,
     word_bytes: int,
     found: Changes | None = None,
-    grid: Grid | None = None,
+    codes: Codes | None = None,
 ) -> Delta:
     """The smallest delta payload that turns `base` into `content`.
 
@@ -123,9 +128,10 @@ def encode_delta(
         base: The old one, of the same size.
         word_bytes: Size of an element, 1, 2, 4 or 8.
         found: What `find_changes` finds, if it has been called.
-        grid: Where the values of the new content lie, if on one that is not RELATIVE.
+        codes: Of the new content, if it lies on a grid that is not RELATIVE.
     """
-    found = found or find_changes(content, base, word_bytes)
+    on_grid = codes is not None
+    found = found or find_changes(content, base, word_bytes, on_grid=on_grid)
     changed_blocks = int(np.count_nonzero(found.blocks))
     words = content.size // word_bytes
     block_words = max(changed_blocks * BLOCK_BYTES // word_bytes, 1)
@@ -133,18 +139,16 @@ def encode_delta(
     if found.positions is not None and found.values is not None:
         payload = sparse.encode(found.positions, found.values, word_bytes)
         candidates.append((len(payload), Form.SPARSE, payload))
-    rarely = grid is None and changed_blocks <= BLOCKS_MAX_SHARE * found.blocks.size
+    rarely = codes is None and changed_blocks <= BLOCKS_MAX_SHARE * found.blocks.size
     if rarely and found.count > SPARSE_MAX_DENSITY * block_words:
         picked = _marked_blocks(content, found.blocks)
         before = _marked_blocks(base, found.blocks)
         differences.subtract(picked, before, word_bytes, picked)
         payload = _encode_blocks(found.blocks, picked, word_bytes)
         candidates.append((len(payload), Form.BLOCKS, payload))
-    on_grid = None
-    if grid is not None and grid.kind is not Kind.RELATIVE:
-        on_grid = gridforms.encode(content, grid, other=base)
-    if on_grid is not None:
-        candidates.append((len(on_grid), Form.GRID_CHANGE, on_grid))
+    if codes is not None:
+        payload = gridforms.encode(codes, base)
+        candidates.append((len(payload), Form.GRID_CHANGE, payload))
     elif found.count > SPARSE_MAX_DENSITY / 4 * words or not candidates:
         payload = planes.encode_change(content, base, word_bytes)
         candidates.append((len(payload), Form.DIFFERENCE, payload))

@@ -17,6 +17,7 @@ from orbax_delta.changes import Finding, Status
 from orbax_delta.codecs import Bytes, Form
 from orbax_delta.dtypes import Rule
 from orbax_delta.errors import CorruptionError
+from orbax_delta.grids import Codes
 from orbax_delta.holding import UNPAID_SHARE, Outlook
 from orbax_delta.options import DeltaOptions
 from orbax_delta.packs import Lifetime
@@ -96,6 +97,7 @@ class _Compared:
 
     task: Task
     content: Bytes
+    codes: Codes | None
     base: Bytes | None
     changes: sparse.Changes | None
 
@@ -108,61 +110,69 @@ class _Compared:
 def code(tasks: Sequence[Task], *, options: DeltaOptions) -> list[Coded]:
     """Code changed chunks, each against what is stored of it where that pays.
 
-    All are compared first, in long passes without the interpreter's lock. What then
-    takes many small steps is done by one thread at a time: several would wake each
-    other at every step, and get through less (DESIGN.md, decision 73).
+    They are compared, and most coded, in long passes without the interpreter's lock.
+    What takes many small steps comes last and is done by one thread at a time: several
+    would wake each other at every step, and get through less (DESIGN.md, decision 73).
     """
-    compared = [_compare(task) for task in tasks]
     coded: dict[int, Coded] = {}
+    waiting: dict[int, _Compared] = {}
+    for index, task in enumerate(tasks):
+        compared = _compare(task)
+        if compared.few:
+            waiting[index] = compared
+        else:
+            coded[index] = _code(compared, options)
     with _small_steps:
-        for index, one in enumerate(compared):
-            if one.few:
-                coded[index] = _code(one, options)
-    return [
-        coded.get(index) or _code(one, options) for index, one in enumerate(compared)
-    ]
+        for index, compared in waiting.items():
+            coded[index] = _code(compared, options)
+    return [coded[index] for index in range(len(tasks))]
 
 
 def _compare(task: Task) -> _Compared:
-    chunk = task.finding.chunk
-    content, base = chunk.content(), task.base()
+    finding = task.finding
+    chunk = finding.chunk
+    (content, codes), base = chunk.placed(), task.base()
+    if finding.wants_source and not finding.relative:
+        codes = None  # there is no list that it could build on
     changes = None
     if base is not None:
         word_bytes = chunk.leaf.element.word_bytes
-        changes = codecs.find_changes(content, base, word_bytes)
-    if chunk.rounding and records.digest(content) != task.finding.digest:
+        on_grid = codes is not None
+        changes = codecs.find_changes(content, base, word_bytes, on_grid=on_grid)
+    if chunk.rounding and records.digest(content) != finding.digest:
         # It is made again from the same values, which must not have moved.
         raise CorruptionError(
             f"leaf {chunk.leaf.name}, chunk {chunk.box}: rounded twice, it gave two "
             "contents; nothing was committed. Check this machine's memory, and report "
             "it if it happens again"
         )
-    return _Compared(task=task, content=content, base=base, changes=changes)
+    return _Compared(
+        task=task, content=content, codes=codes, base=base, changes=changes
+    )
 
 
 def _code(compared: _Compared, options: DeltaOptions) -> Coded:
-    task, content, base = compared.task, compared.content, compared.base
-    finding = task.finding
+    task, content, codes = compared.task, compared.content, compared.codes
+    base, finding = compared.base, task.finding
     chunk = finding.chunk
     delta = None
     if base is not None and compared.changes is not None:
         word_bytes = chunk.leaf.element.word_bytes
-        delta = codecs.encode_delta(
-            content, base, word_bytes, compared.changes, finding.grid
-        )
+        delta = codecs.encode_delta(content, base, word_bytes, compared.changes, codes)
         if task.replaces or chunk.spread % _SELF_CHECK_EVERY == 0:
             _self_check(finding, delta, base, content)
-    return _record(task, content, delta, options)
+    return _record(compared, delta, options)
 
 
 def _record(
-    task: Task, content: Bytes, delta: codecs.Delta | None, options: DeltaOptions
+    compared: _Compared, delta: codecs.Delta | None, options: DeltaOptions
 ) -> Coded:
+    task, content = compared.task, compared.content
     finding, replaces = task.finding, task.replaces or 0
     chunk, stored = finding.chunk, finding.chunk.stored
     refs = stored.row.refs if stored and delta else ()
     earlier = refs[: len(refs) - replaces]
-    form, payload, full_bytes = _choose(finding, content, delta, earlier, options)
+    form, payload, full_bytes = _choose(compared, delta, earlier, options)
     record = records.Record(
         form=form,
         word_bytes=chunk.leaf.element.word_bytes,
@@ -200,8 +210,7 @@ def _record(
 
 
 def _choose(
-    finding: Finding,
-    content: Bytes,
+    compared: _Compared,
     delta: codecs.Delta | None,
     earlier: tuple[Ref, ...],
     options: DeltaOptions,
@@ -212,46 +221,45 @@ def _choose(
         Form and payload, and about what the payload of a full record takes.
     """
     if delta is None or not earlier:
-        form, full = _full(finding, content)
+        form, full = _full(compared)
         return form, full, len(full)
     first, delta_bytes = earlier[0], len(delta.payload)
     made: tuple[Form, bytes] | None = None
     full_bytes = first.length
     if first.form is Form.CONSTANT:
         # Nothing tells how large a full record would be but making it.
-        made = _full(finding, content)
+        made = _full(compared)
         full_bytes = len(made[1]) + records.RECORD_OVERHEAD_BYTES
     elif delta_bytes > _SURELY_WORTH_SHARE * full_bytes:
-        expected = _expected_full_bytes(finding, content, first)
+        expected = _expected_full_bytes(compared, first)
         if expected < _SAMPLE_MARGIN * delta_bytes:
-            made = _full(finding, content)
+            made = _full(compared)
     listed = sum(ref.length for ref in earlier)
     total = listed + delta_bytes + records.RECORD_OVERHEAD_BYTES
     too_dear = total > options.read_budget * full_bytes
     if made is not None:
         full_bytes = len(made[1])
     if too_dear or (made is not None and len(made[1]) <= delta_bytes):
-        form, full = made or _full(finding, content)
+        form, full = made or _full(compared)
         return form, full, len(full)
     return delta.form, delta.payload, full_bytes
 
 
-def _full(finding: Finding, content: Bytes) -> tuple[Form, bytes]:
+def _full(compared: _Compared) -> tuple[Form, bytes]:
     """The record that needs none of the chunk's own before it."""
-    grid = finding.grid
-    if grid is not None:
-        source = finding.chunk.source_content() if finding.relative else None
-        payload = codecs.encode_on_grid(content, grid, source)
-        if payload is not None:
-            return Form.RELATIVE if finding.relative else Form.GRID, payload
+    finding, codes = compared.task.finding, compared.codes
+    if codes is not None:
+        form = Form.RELATIVE if finding.relative else Form.GRID
+        return form, codecs.encode_on_grid(codes)
     word_bytes = finding.chunk.leaf.element.word_bytes
-    return Form.PLANES, codecs.encode_full(content, word_bytes)
+    return Form.PLANES, codecs.encode_full(compared.content, word_bytes)
 
 
-def _expected_full_bytes(finding: Finding, content: Bytes, first: Ref) -> int:
-    if finding.grid is not None:
+def _expected_full_bytes(compared: _Compared, first: Ref) -> int:
+    if compared.codes is not None:
         return first.length if first.form is Form.GRID else 0
-    return codecs.estimate_full_bytes(content, finding.chunk.leaf.element.word_bytes)
+    word_bytes = compared.task.finding.chunk.leaf.element.word_bytes
+    return codecs.estimate_full_bytes(compared.content, word_bytes)
 
 
 def _keep(task: Task, content: Bytes, delta: codecs.Delta | None) -> Bytes:

@@ -1,18 +1,17 @@
 """Payloads of contents that lie on a grid: full, as a change, relative to another.
 
-FORMAT.md section 4.10 is the contract. What is coded is exact: a content that does not
-lie on the grid, bit for bit, gets no payload. Does not belong here: making contents lie
-on grids.
+FORMAT.md section 4.10 is the contract. What is coded is exact: the codes of a content
+say all of it. Does not belong here: making contents lie on grids.
 """
 
 import struct
 
 import numpy as np
 
-from orbax_delta import grids, lanes, scratch
+from orbax_delta import grids, lanes
 from orbax_delta.differences import Bytes
 from orbax_delta.errors import CorruptionError
-from orbax_delta.grids import Grid, Kind
+from orbax_delta.grids import Codes, Kind
 
 _CENTRE = struct.Struct("<i")
 
@@ -20,28 +19,21 @@ _CENTRE = struct.Struct("<i")
 _SAMPLE = 1024
 
 
-def encode(content: Bytes, grid: Grid, *, other: Bytes | None) -> bytes | None:
-    """Payload of `content`; None if a value is not that of its grid point.
+def encode(codes: Codes, before: Bytes | None = None) -> bytes:
+    """Payload of the content that has these codes.
 
     Args:
-        content: float32 values as bytes.
-        grid: Where they lie.
-        other: Of a RELATIVE grid the chunk that it is relative to; otherwise the
-            content before, or None for a payload that stands for itself.
+        codes: They, and their grid.
+        before: The content before it, of which the payload is to say what changed;
+            None: it stands for itself, or relative to another chunk.
     """
-    source = other if grid.kind is Kind.RELATIVE else None
-    before = None
-    if other is not None and source is None:
-        before = scratch.array("before", content.size // 4, 4).view(np.int32)
-        np.copyto(before, grids.place(other, grid)[0])
-    found, made = grids.place(content, grid, source)
-    if not np.array_equal(made.view(np.uint32), content.view(np.uint32)):
-        return None
+    found = codes.numbers
     if before is not None:
-        found -= before
-    stride = max(1, found.size // _SAMPLE)
-    centre = int(np.median(found[::stride])) if found.size else 0
-    return grid.head() + _CENTRE.pack(centre) + lanes.encode(found, centre)
+        found = grids.place(before, codes.grid)[0]
+        np.subtract(codes.numbers, found, out=found)
+    some = found[:: max(1, found.size // _SAMPLE)]
+    centre = int(np.median(some)) if some.size else 0
+    return codes.grid.head() + _CENTRE.pack(centre) + lanes.encode(found, centre)
 
 
 def decode(

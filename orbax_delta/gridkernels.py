@@ -17,6 +17,8 @@ _INFINITY_WORD = np.uint32(0x7F800000)
 _MOST_WORD = np.uint32(0x7F7FFFFF)
 _LEAST_NORMAL = 2.0**-126
 _LOG, _RELATIVE = 2, 3
+_BLOCK = 1024
+_LANES = 256
 _MIDDLE, _PART = np.float32(127.5), np.float32(1 / 256)
 
 Place = Callable[..., None]
@@ -116,25 +118,9 @@ def logarithmic(*, dithered: bool) -> Place:
     return found
 
 
-Zigzag = Callable[[np.ndarray, int, np.ndarray], None]
-"""`(codes, centre, numbers)`: zigzag numbers of codes less the centre."""
-
-Pack = Callable[[np.ndarray, np.ndarray, np.ndarray], int]
-"""`(numbers, packed, apart)`: numbers in lanes, in zeroed bytes, and by how much those
-that do not fit exceed the largest; returns how many these are."""
-
-
-@functools.cache
-def zigzag() -> Zigzag:
-    """See `Zigzag`."""
-
-    def run(codes: Any, centre: Any, numbers: Any) -> None:
-        for i in range(codes.size):
-            code = np.int32(codes[i] - np.int32(centre))
-            numbers[i] = np.uint32(np.int32(code << 1) ^ np.int32(code >> 31))
-
-    found: Zigzag = compiler()(run)
-    return found
+Pack = Callable[[np.ndarray, np.int32, np.ndarray, np.ndarray], int]
+"""`(codes, centre, packed, apart)`: zigzag numbers of codes less the centre in lanes,
+and by how much those that do not fit exceed the largest; returns how many these are."""
 
 
 @functools.cache
@@ -143,22 +129,31 @@ def pack(lane_bits: int) -> Pack:
     per_byte = 8 // lane_bits
     escape = np.uint32((1 << lane_bits) - 1)
 
-    def run(numbers: Any, packed: Any, apart: Any) -> int:
-        whole = numbers.size // per_byte
-        for place in range(whole):
-            byte = np.uint32(0)
-            for lane in range(per_byte):
-                low = min(numbers[place * per_byte + lane], escape)
-                byte |= np.uint32(low << np.uint32(lane * lane_bits))
-            packed[place] = np.uint8(byte)
-        for i in range(whole * per_byte, numbers.size):
-            low = min(numbers[i], escape)
-            packed[whole] |= np.uint8(low << np.uint32((i % per_byte) * lane_bits))
+    def run(codes: Any, centre: Any, packed: Any, apart: Any) -> int:
+        numbers = np.zeros(_BLOCK, np.uint32)
         count = 0
-        for i in range(numbers.size):
-            if numbers[i] >= escape:
-                apart[count] = numbers[i] - escape
-                count += 1
+        for first in range(0, codes.size, _BLOCK):
+            some = codes[first : first + _BLOCK]
+            largest = np.uint32(0)
+            for i in range(some.size):
+                code = np.int32(some[i] - centre)
+                number = np.uint32(np.int32(code << 1) ^ np.int32(code >> 31))
+                numbers[i] = number
+                largest = max(largest, number)
+            if largest >= escape:
+                for i in range(some.size):
+                    # Written always, kept if it is one: jumps would cost more.
+                    apart[count] = numbers[i] - escape
+                    count += int(numbers[i] >= escape)
+            for i in range(some.size, _BLOCK):
+                numbers[i] = 0
+            into = packed[first // per_byte : (first + _BLOCK) // per_byte]
+            for place in range(into.size):
+                byte = np.uint32(0)
+                for lane in range(per_byte):
+                    low = min(numbers[place * per_byte + lane], escape)
+                    byte |= np.uint32(low << np.uint32(lane * lane_bits))
+                into[place] = np.uint8(byte)
         return count
 
     found: Pack = compiler()(run)
@@ -177,24 +172,26 @@ def errors(kind: int) -> Errors:
     logarithmic, relative = kind == _LOG, kind == _RELATIVE
 
     def run(true: Any, found: Any, source: Any, floor: Any) -> tuple[float, float]:
-        # Four at a time: each sum and maximum waits for its last one.
-        largest, sums = np.zeros(4), np.zeros(4)
-        wrong = False
-        for first in range(0, true.size, 4):
-            for lane in range(min(4, true.size - first)):
-                i = first + lane
-                moved: Any = abs(np.float64(found[i]) - np.float64(true[i]))
+        # One of each for every place in a block: none waits for the one before it.
+        largest, sums = np.zeros(_LANES), np.zeros(_LANES)
+        for first in range(0, true.size, _LANES):
+            one, other = true[first : first + _LANES], found[first : first + _LANES]
+            base = source[first : first + _LANES]
+            for i in range(one.size):
+                value = np.float64(one[i])
+                moved: Any = abs(np.float64(other[i]) - value)
                 if logarithmic:
-                    wrong |= true[i] < 0
-                    moved /= max(np.float64(true[i]), _LEAST_NORMAL)
+                    moved /= max(value, _LEAST_NORMAL)
+                    moved = np.nan if value < 0 else moved
                 if relative:
-                    root = np.float32(np.float32(np.sqrt(source[i])) + floor)
+                    root = np.float32(np.float32(np.sqrt(base[i])) + floor)
                     scale = np.float64(root)
-                    moved = moved / scale if scale != 0 or moved != 0 else 0.0
-                wrong |= not moved <= np.inf
-                largest[lane] = max(largest[lane], moved)
-                sums[lane] += moved * moved
-        return (np.nan if wrong else largest.max()), sums.sum()
+                    moved = moved / scale if (scale != 0) | (moved != 0) else 0.0
+                largest[i] = moved if moved > largest[i] else largest[i]
+                sums[i] += moved * moved
+        square_sum = sums.sum()
+        # What is no number is not greater than another, but no sum with it is one.
+        return (np.nan if np.isnan(square_sum) else largest.max()), square_sum
 
     made: Errors = compiler(error_model="numpy")(run)
     return made

@@ -76,6 +76,19 @@ class Grid:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """A content that lies on a grid, as whole numbers.
+
+    Attributes:
+        grid: The grid.
+        numbers: int32[n], the grid point of each element.
+    """
+
+    grid: Grid
+    numbers: np.ndarray
+
+
 def parse(view: memoryview) -> tuple[Grid, memoryview]:
     """The grid that a payload begins with, and what follows.
 
@@ -107,7 +120,12 @@ def parse(view: memoryview) -> tuple[Grid, memoryview]:
 
 
 def place(
-    content: Bytes, grid: Grid, source: Bytes | None = None, out: Bytes | None = None
+    content: Bytes,
+    grid: Grid,
+    source: Bytes | None = None,
+    *,
+    found: np.ndarray | None = None,
+    made: Bytes | None = None,
 ) -> tuple[np.ndarray, Bytes]:
     """The nearest grid point of each value: its code, and its value.
 
@@ -118,14 +136,16 @@ def place(
         content: float32 values as bytes.
         grid: The grid.
         source: The other chunk of a RELATIVE grid, of the same size.
-        out: Where the values go. None: they are good until this thread calls again, as
-            the codes always are.
+        found: Where the codes go. None: they are good until this thread calls again.
+        made: Where the values go; None: as for the codes.
 
     Returns:
         int32[n], and float32[n] as bytes.
     """
-    found = scratch.array("codes", content.size // WORD_BYTES, 4).view(np.int32)
-    made = scratch.array("points", content.size, 1) if out is None else out
+    if found is None:
+        found = scratch.array("codes", content.size // WORD_BYTES, 4).view(np.int32)
+    if made is None:
+        made = scratch.array("points", content.size, 1)
     if kernels.pay(content.size):
         _place_compiled(content, grid, source, found, made)
     else:

@@ -5,6 +5,7 @@ numbers that are mostly 0 need less, so up to eight of them share a byte. Does n
 belong here: what the numbers mean.
 """
 
+import math
 import struct
 
 import numpy as np
@@ -21,6 +22,7 @@ _WIDTHS = (1, 2, 4)
 _APART_BITS = 1.0
 # So many numbers tell how many there are of each.
 _SAMPLE = 1 << 12
+_LARGEST = 255
 
 
 def encode(codes: np.ndarray, centre: int) -> bytes:
@@ -30,9 +32,8 @@ def encode(codes: np.ndarray, centre: int) -> bytes:
         codes: int32[n].
         centre: The number that takes least.
     """
-    numbers = _zigzag(codes, centre)
-    lane_bits = _best_lane(numbers)
-    packed, apart = _split(numbers, lane_bits)
+    lane_bits = _best_lane(_zigzag(codes[:: max(1, codes.size // _SAMPLE)], centre))
+    packed, apart = _split(codes, centre, lane_bits)
     widest = int(apart.max(initial=0))
     width = next(w for w in _WIDTHS if widest < 1 << 8 * w)
     words = apart.astype(np.dtype(f"<u{width}")).view(np.uint8)
@@ -47,29 +48,25 @@ def encode(codes: np.ndarray, centre: int) -> bytes:
 
 def _zigzag(codes: np.ndarray, centre: int) -> np.ndarray:
     """Numbers 0, 1, 2, 3, ... for 0, -1, 1, -2, ...: uint32[n]."""
-    if kernels.pay(codes.nbytes):
-        numbers = scratch.array("zigzag", codes.size, 4)
-        gridkernels.zigzag()(codes, centre, numbers)
-        return numbers
     near = codes - np.int32(centre)
     return ((near << 1) ^ (near >> 31)).view(np.uint32)
 
 
-def _best_lane(numbers: np.ndarray) -> int:
-    """Bits of a lane for which the payload is expected to be the smallest."""
-    some = numbers[:: max(1, numbers.size // _SAMPLE)]
-    counts = np.bincount(np.minimum(some, 255).astype(np.uint8), minlength=256)
-    return min(LANE_BITS, key=lambda bits: _expected_bits(counts, bits))
+def _best_lane(some: np.ndarray) -> int:
+    """Bits of a lane for which the payload of such numbers is expected to be least."""
+    counts = np.bincount(np.minimum(some, _LARGEST), minlength=_LARGEST + 1)
+    bits = counts * np.log2(np.maximum(counts, 1))
+    return min(LANE_BITS, key=lambda lane: _expected_bits(counts, bits, lane))
 
 
-def _split(numbers: np.ndarray, lane_bits: int) -> tuple[Bytes, np.ndarray]:
+def _split(codes: np.ndarray, centre: int, lane_bits: int) -> tuple[Bytes, np.ndarray]:
     """Numbers in lanes, and by how much those that do not fit exceed the largest."""
-    escape = (1 << lane_bits) - 1
-    if kernels.pay(numbers.nbytes):
-        packed = np.zeros(-(-numbers.size * lane_bits // 8), np.uint8)
-        apart = scratch.array("apart", numbers.size, 4)
-        count = gridkernels.pack(lane_bits)(numbers, packed, apart)
-        return packed, apart[:count]
+    if kernels.pay(codes.nbytes):
+        packed = scratch.array("packed", -(-codes.size * lane_bits // 8), 1)
+        apart = scratch.array("apart", codes.size, 4)
+        run = gridkernels.pack(lane_bits)
+        return packed, apart[: run(codes, np.int32(centre), packed, apart)]
+    numbers, escape = _zigzag(codes, centre), (1 << lane_bits) - 1
     low = np.minimum(numbers, escape).astype(np.uint8)
     return pack(low, lane_bits), numbers[low == escape] - np.uint32(escape)
 
@@ -111,19 +108,24 @@ def decode(view: memoryview, count: int) -> np.ndarray:
     return codes
 
 
-def _expected_bits(counts: np.ndarray, lane_bits: int) -> float:
+def _expected_bits(counts: np.ndarray, bits: np.ndarray, lane_bits: int) -> float:
+    """What an ideal coder of bytes makes of numbers of which there are so many each.
+
+    Args:
+        counts: How often each number occurs.
+        bits: Each of those times its own logarithm.
+        lane_bits: As it would be.
+    """
     escape = (1 << lane_bits) - 1
-    apart = counts[escape:]
-    lanes = _entropy_bits(np.append(counts[:escape], apart.sum()))
-    if lane_bits == LANE_BITS[-1]:
-        lanes = max(lanes, float(counts.sum()))  # a bit for each byte at least
-    return lanes + _entropy_bits(apart) + _APART_BITS * float(apart.sum())
+    total, apart = int(counts.sum()), int(counts[escape:].sum())
+    lanes = _times_log(total) - float(bits[:escape].sum()) - _times_log(apart)
+    lanes = max(lanes, total * lane_bits / 8)  # a bit for each byte at least
+    large = _times_log(apart) - float(bits[escape:].sum())
+    return lanes + large + _APART_BITS * apart
 
 
-def _entropy_bits(counts: np.ndarray) -> float:
-    """Bits that an ideal coder needs for symbols of these counts."""
-    some = counts[counts > 0]
-    return float(np.sum(some * np.log2(some.sum() / some)))
+def _times_log(count: int) -> float:
+    return count * math.log2(max(count, 1))
 
 
 def pack(low: Bytes, lane_bits: int) -> Bytes:

@@ -14,7 +14,7 @@ import numpy as np
 from orbax_delta import dtypes, gridkernels, grids, kernels
 from orbax_delta.codecs import Bytes
 from orbax_delta.dtypes import Rule
-from orbax_delta.grids import Grid, Kind
+from orbax_delta.grids import Codes, Grid, Kind
 
 
 class Source(Protocol):
@@ -76,7 +76,8 @@ class OnGrid:
     def apply(self, raw: Bytes) -> tuple[Bytes, Errors]:
         """The values to store, and how far they lie from `raw`."""
         source = self.source.content() if self.source else None
-        made = self._made(raw, source)
+        made = np.empty(raw.size, np.uint8)
+        grids.place(raw, self.grid, source, made=made)
         largest, square_sum = _errors(raw, made, self.grid, source)
         exact = not largest <= self.bound
         self.seen.append(exact)
@@ -85,17 +86,20 @@ class OnGrid:
             return raw, Errors(elements=elements, exact=True)
         return made, Errors(largest=largest, square_sum=square_sum, elements=elements)
 
-    def again(self, raw: Bytes) -> Bytes:
-        """The values to store, of what may have been looked at before."""
-        if not self.seen:
-            return self.apply(raw)[0]
-        source = self.source.content() if self.source else None
-        return raw if self.seen[0] else self._made(raw, source)
+    def again(self, raw: Bytes) -> tuple[Bytes, Codes | None]:
+        """The values to store, of what has been looked at before, and their codes.
 
-    def _made(self, raw: Bytes, source: Bytes | None) -> Bytes:
+        None where they are stored bit for bit.
+        """
+        if not self.seen:
+            self.apply(raw)
+        if self.seen[0]:
+            return raw, None
         made = np.empty(raw.size, np.uint8)
-        grids.place(raw, self.grid, source, out=made)
-        return made
+        found = np.empty(raw.size // grids.WORD_BYTES, np.int32)
+        source = self.source.content() if self.source else None
+        grids.place(raw, self.grid, source, found=found, made=made)
+        return made, Codes(grid=self.grid, numbers=found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

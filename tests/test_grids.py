@@ -11,7 +11,7 @@ import second_decoder
 from orbax_delta import codecs, gridforms, gridkernels, grids, kernels, lanes, rounding
 from orbax_delta.codecs import Form
 from orbax_delta.errors import CorruptionError
-from orbax_delta.grids import Grid, Kind
+from orbax_delta.grids import Codes, Grid, Kind
 
 AWKWARD = np.array(
     [
@@ -53,6 +53,12 @@ def compiled(request, monkeypatch):
     return request.param
 
 
+def encoded(content, grid, *, source=None, before=None):
+    """The values that a content becomes, and their payload."""
+    codes, values = (a.copy() for a in grids.place(content, grid, source))
+    return values, gridforms.encode(Codes(grid=grid, numbers=codes), before)
+
+
 def with_and_without(function):
     """What a function gives with numba, and without."""
     found = []
@@ -77,7 +83,8 @@ def test_numba_gives_what_numpy_gives(grid, seed, count, calm):
     def all_of_it():
         codes, values = (a.copy() for a in grids.place(content, grid, used))
         errors = rounding._errors(content, values, grid, used)
-        payload = gridforms.encode(values, grid, other=source)
+        before = None if grid.kind is Kind.RELATIVE else source
+        payload = gridforms.encode(Codes(grid=grid, numbers=codes), before)
         return codes, values, errors, payload
 
     (codes, values, errors, payload), plain = with_and_without(all_of_it)
@@ -90,14 +97,22 @@ def test_numba_gives_what_numpy_gives(grid, seed, count, calm):
 
 
 @hypothesis.given(grid_of(), st.integers(0, 99), st.integers(1, 300))
-def test_values_stay_where_they_are(grid, seed, count):
-    """Rounding again changes nothing, wherever a payload is given."""
-    content, source = floats(seed, count), floats(seed + 1, count, awkward=0)
-    source = np.abs(source.view(np.float32)).view(np.uint8)
-    values = grids.place(content, grid, source)[1].copy()
-    payload = gridforms.encode(values, grid, other=source)
-    again = grids.place(values, grid, source)[1]
-    assert (payload is None) == bool((again != values).any())
+def test_codes_say_all_of_what_they_stand_for(grid, seed, count):
+    """Whatever was rounded, and whatever was there before."""
+    content, source = floats(seed, count), floats(seed + 1, count)
+    relative = grid.kind is Kind.RELATIVE
+    for before in (None,) if relative else (None, source):
+        values, payload = encoded(
+            content, grid, source=source if relative else None, before=before
+        )
+        form = Form.GRID if before is None else Form.GRID_CHANGE
+        form = Form.RELATIVE if relative else form
+        for found in with_and_without(
+            lambda form=form, payload=payload: codecs.decode(
+                form, payload, source, content.size, 4
+            )
+        ):
+            assert (found == values).all()
 
 
 def test_linear_values_by_hand():
@@ -172,9 +187,12 @@ def test_what_is_coded_comes_back(form, count):
             seed=0 if kind is Kind.RELATIVE else 5,
             start=0 if kind is Kind.RELATIVE else grids.DITHER_PLACES - 3,
         )
-        values = grids.place(content, grid, source)[1].copy()
-        other = None if form is Form.GRID else source
-        payload = gridforms.encode(values, grid, other=other)
+        values, payload = encoded(
+            content,
+            grid,
+            source=source if form is Form.RELATIVE else None,
+            before=source if form is Form.GRID_CHANGE else None,
+        )
         for out in (None, np.empty_like(values)):
             got = codecs.decode(form, payload, source, values.size, 4, out)
             assert (got == values).all()
@@ -191,7 +209,7 @@ def test_what_is_coded_comes_back(form, count):
 def test_a_payload_is_these_bytes():
     """A grid of halves, and codes 3, 3, 4: two-bit lanes of 0, 0, 2 about 3."""
     content = np.array([1.5, 1.5, 2.0], np.float32).view(np.uint8)
-    payload = gridforms.encode(content, Grid(kind=Kind.LINEAR, step=0.5), other=None)
+    payload = encoded(content, Grid(kind=Kind.LINEAR, step=0.5))[1]
     assert payload == (
         b"\x01\x00\x00\x00"  # kind, shift, reserved
         b"\x00\x00\x00\x00"  # seed
@@ -258,16 +276,14 @@ def test_rare_changes_take_far_less_than_a_bit():
 def test_a_damaged_payload_is_a_typed_error(change, message):
     """Whatever is wrong with it."""
     content = np.array([1.5, 1.5, 2.0], np.float32).view(np.uint8)
-    payload = gridforms.encode(content, Grid(kind=Kind.LINEAR, step=0.5), other=None)
+    payload = encoded(content, Grid(kind=Kind.LINEAR, step=0.5))[1]
     with pytest.raises(CorruptionError, match=message):
         codecs.decode(Form.GRID, change(payload), None, 12, 4)
 
 
 def test_grids_are_of_words_of_four_bytes():
     """A record of other words is none that a writer makes."""
-    payload = gridforms.encode(
-        np.zeros(8, np.uint8), Grid(kind=Kind.LINEAR, step=0.5), other=None
-    )
+    payload = encoded(np.zeros(8, np.uint8), Grid(kind=Kind.LINEAR, step=0.5))[1]
     with pytest.raises(CorruptionError, match="words of 8 bytes; expected 4"):
         codecs.decode(Form.GRID, payload, None, 8, 8)
 
