@@ -77,12 +77,12 @@ class Chunk:
 
     def content(self) -> Bytes:
         """`uint8[n]`, what is stored of it; of readable chunks."""
-        return self.placed()[0]
+        return self.rounded()[0]
 
-    def placed(self) -> tuple[Bytes, Codes | None]:
+    def coded(self) -> tuple[Bytes, Codes | None]:
         """What is stored of it, and its codes where that lies on a grid."""
         if isinstance(self.rounding, OnGrid):
-            return self.rounding.again(self.raw())
+            return self.rounding.coded(self.raw())
         return self.rounded()[0], None
 
     def rounded(self) -> tuple[Bytes, Errors | None]:

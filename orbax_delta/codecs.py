@@ -208,7 +208,7 @@ def decode(
             f"{grids.WORD_BYTES}"
         )
     if form is Form.GRID:
-        return _put(gridforms.decode(view, None, content_bytes, relative=False), out)
+        return gridforms.decode(view, None, content_bytes, relative=False, out=out)
     if base is None or base.size != content_bytes:
         raise CorruptionError(
             f"a {form.name} record needs {content_bytes} bytes of base content; "
@@ -220,18 +220,10 @@ def decode(
         return _decode_blocks(view, base, word_bytes, out)
     if form in GRID_FORMS:
         relative = form is Form.RELATIVE
-        return _put(gridforms.decode(view, base, content_bytes, relative=relative), out)
+        return gridforms.decode(view, base, content_bytes, relative=relative, out=out)
     content = _copied(base, out)
     sparse.decode_onto(view, content, word_bytes)
     return content
-
-
-def _put(content: Bytes, out: Bytes | None) -> Bytes:
-    """`content`, or a copy of it in `out`."""
-    if out is None:
-        return content
-    np.copyto(out, content)
-    return out
 
 
 def _copied(base: Bytes, out: Bytes | None) -> Bytes:

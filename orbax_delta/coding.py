@@ -131,7 +131,7 @@ def code(tasks: Sequence[Task], *, options: DeltaOptions) -> list[Coded]:
 def _compare(task: Task) -> _Compared:
     finding = task.finding
     chunk = finding.chunk
-    (content, codes), base = chunk.placed(), task.base()
+    (content, codes), base = chunk.coded(), task.base()
     if finding.wants_source and not finding.relative:
         codes = None  # there is no list that it could build on
     changes = None

@@ -13,7 +13,7 @@ import re
 import ml_dtypes
 import numpy as np
 
-from orbax_delta import lanes, scratch
+from orbax_delta import kernels, lanes, scratch
 from orbax_delta.codecs import Bytes
 from orbax_delta.errors import InvalidInputError
 
@@ -166,6 +166,9 @@ def derive(rule: Rule, source: Bytes) -> Bytes | None:
     what a cast does to a NaN differs between libraries, so none is ever cast.
     """
     words = source.view(np.uint32)
+    if rule is Rule.F32_TO_BF16 and kernels.pay(source.size):
+        halves = np.empty(words.size, np.uint16)
+        return None if kernels.to_bf16()(words, halves) else halves.view(np.uint8)
     passing = scratch.array("cast", words.size, 4)
     np.bitwise_and(words, 0x7FFFFFFF, out=passing)
     if passing.size and passing.max() > 0x7F800000:

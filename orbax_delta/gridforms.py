@@ -37,15 +37,22 @@ def encode(codes: Codes, before: Bytes | None = None) -> bytes:
 
 
 def decode(
-    view: memoryview, other: Bytes | None, content_bytes: int, *, relative: bool
+    view: memoryview,
+    other: Bytes | None,
+    content_bytes: int,
+    *,
+    relative: bool,
+    out: Bytes | None = None,
 ) -> Bytes:
-    """The content that a payload stands for, in a fresh buffer.
+    """The content that a payload stands for, in `out` or else in a fresh buffer.
 
     Args:
         view: The payload.
-        other: As `encode` had it.
+        other: Of a RELATIVE grid the chunk that it is relative to; otherwise the
+            content before, or None where the payload stands for itself.
         content_bytes: Size of the content.
         relative: Whether the form is RELATIVE.
+        out: It may be `other`.
 
     Raises:
         CorruptionError: The payload does not describe a content of this size.
@@ -60,8 +67,9 @@ def decode(
         raise CorruptionError("a payload ends before the centre of its codes")
     (centre,) = _CENTRE.unpack_from(rest)
     count = content_bytes // grids.WORD_BYTES
-    found = lanes.decode(rest[_CENTRE.size :], count)
-    found += np.int32(centre)  # sums wrap; what a writer has made is far from that
+    found = lanes.decode(rest[_CENTRE.size :], count, centre)
     if other is not None and not relative:
         found += grids.place(other, grid)[0]
-    return grids.values(found, grid, other if relative else None)
+    made = np.empty(content_bytes, np.uint8) if out is None else out
+    grids.values(found, grid, other if relative else None, made)
+    return made

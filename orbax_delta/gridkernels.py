@@ -118,6 +118,47 @@ def logarithmic(*, dithered: bool) -> Place:
     return found
 
 
+Points = Callable[..., None]
+"""`(codes, source, step, floor, shift, dither, made)`: the values of these grid points;
+arguments as of `Place`. Any other numbers than `Place` gives have some value too."""
+
+
+@functools.cache
+def points(kind: int, *, dithered: bool) -> Points:
+    """See `Points`; `kind` is the number of a `grids.Kind`."""
+    logarithmic, relative = kind == _LOG, kind == _RELATIVE
+
+    def run(
+        codes: Any,
+        source: Any,
+        step: Any,
+        floor: Any,
+        shift: Any,
+        dither: Any,
+        made: Any,
+    ) -> None:
+        half, less = np.int64(1 << (shift - 1 if logarithmic else 0)), shift - 8
+        for i in range(codes.size):
+            if logarithmic:
+                at = np.int64((np.int64(codes[i]) - 1) << shift) + half
+                if dithered:
+                    at -= np.int64(dither[i]) << less
+                at = min(max(at, np.int64(1)), np.int64(_MOST_WORD))
+                made[i] = np.uint32(at) if codes[i] != 0 else np.uint32(0)
+            elif relative:
+                scale = np.float32(np.float32(np.sqrt(source[i])) + floor)
+                made[i] = np.float32(np.float32(codes[i]) * np.float32(scale * step))
+            else:
+                place = np.float32(codes[i])
+                if dithered:
+                    byte = np.float32(dither[i])
+                    place -= np.float32(np.float32(byte - _MIDDLE) * _PART)
+                made[i] = np.float32(np.float32(place) * step)
+
+    found: Points = compiler()(run)
+    return found
+
+
 Pack = Callable[[np.ndarray, np.int32, np.ndarray, np.ndarray], int]
 """`(codes, centre, packed, apart)`: zigzag numbers of codes less the centre in lanes,
 and by how much those that do not fit exceed the largest; returns how many these are."""
@@ -157,6 +198,45 @@ def pack(lane_bits: int) -> Pack:
         return count
 
     found: Pack = compiler()(run)
+    return found
+
+
+Unpack = Callable[[np.ndarray, np.ndarray, np.int32, np.ndarray], int]
+"""`(packed, apart, centre, codes)`: the reverse of `Pack`; returns how many numbers
+have to stand apart, which may be more than are there."""
+
+
+@functools.cache
+def unpack(lane_bits: int) -> Unpack:
+    """See `Unpack`."""
+    per_byte = 8 // lane_bits
+    escape = np.uint32((1 << lane_bits) - 1)
+
+    def run(packed: Any, apart: Any, centre: Any, codes: Any) -> int:
+        numbers = np.zeros(_BLOCK, np.uint32)
+        count = 0
+        for first in range(0, codes.size, _BLOCK):
+            some = packed[first // per_byte : (first + _BLOCK) // per_byte]
+            into = codes[first : first + _BLOCK]
+            largest = np.uint32(0)
+            for place in range(some.size):
+                byte = np.uint32(some[place])
+                for lane in range(per_byte):
+                    low = np.uint32(byte >> np.uint32(lane * lane_bits)) & escape
+                    numbers[place * per_byte + lane] = low
+                    largest = max(largest, np.uint32(low))
+            if largest == escape:
+                for i in range(into.size):
+                    if numbers[i] == escape:
+                        numbers[i] += apart[count] if count < apart.size else 0
+                        count += 1
+            for i in range(into.size):
+                sign = np.int32(0) - np.int32(numbers[i] & np.uint32(1))
+                code = np.int32(numbers[i] >> np.uint32(1)) ^ np.int32(sign)
+                into[i] = np.int32(code + centre)
+        return count
+
+    found: Unpack = compiler()(run)
     return found
 
 

@@ -150,31 +150,22 @@ def place(
         _place_compiled(content, grid, source, found, made)
     else:
         found[:] = _codes(content, grid, source)
-        made[:] = values(found, grid, source)
+        made[:] = _values(found, grid, source)
     return found, made
 
 
 def _place_compiled(
     content: Bytes, grid: Grid, source: Bytes | None, found: np.ndarray, made: Bytes
 ) -> None:
-    word = np.uint32 if grid.kind is Kind.LOG else np.float32
-    dithered = bool(grid.seed)
+    word, dithered = _word(grid), bool(grid.seed)
     if grid.kind is Kind.LINEAR:
         run = gridkernels.linear(dithered=dithered)
     elif grid.kind is Kind.LOG:
         run = gridkernels.logarithmic(dithered=dithered)
     else:
         run = gridkernels.relative()
-    run(
-        content.view(word),
-        NOTHING if source is None else source.view(np.float32),
-        np.float32(grid.step),
-        np.float32(grid.floor),
-        grid.shift,
-        _dither_bytes(grid, found.size) if dithered else _dither(0),
-        found,
-        made.view(word),
-    )
+    arguments = _arguments(grid, source, found.size)
+    run(content.view(word), *arguments, found, made.view(word))
 
 
 def _codes(content: Bytes, grid: Grid, source: Bytes | None = None) -> np.ndarray:
@@ -200,14 +191,40 @@ def _codes(content: Bytes, grid: Grid, source: Bytes | None = None) -> np.ndarra
     return codes
 
 
-def values(found: np.ndarray, grid: Grid, source: Bytes | None = None) -> Bytes:
-    """The float32 values, as bytes, that stand at these grid points.
+def values(found: np.ndarray, grid: Grid, source: Bytes | None, made: Bytes) -> None:
+    """Put the float32 values, as bytes, that stand at these grid points into `made`.
 
     Args:
         found: int32[n], as `place` gives them; any other numbers give some value.
         grid: The grid.
         source: The other chunk of a RELATIVE grid, of the same size.
+        made: Where they go; it may be `source`.
     """
+    if not kernels.pay(made.size):
+        made[:] = _values(found, grid, source)
+        return
+    dithered = bool(grid.seed)
+    run = gridkernels.points(int(grid.kind), dithered=dithered)
+    run(found, *_arguments(grid, source, found.size), made.view(_word(grid)))
+
+
+def _arguments(grid: Grid, source: Bytes | None, count: int) -> tuple[object, ...]:
+    """What compiled passes want to know of a grid."""
+    return (
+        NOTHING if source is None else source.view(np.float32),
+        np.float32(grid.step),
+        np.float32(grid.floor),
+        grid.shift,
+        _dither_bytes(grid, count) if grid.seed else _dither(0),
+    )
+
+
+def _word(grid: Grid) -> type[np.generic]:
+    """As what compiled passes see values."""
+    return np.uint32 if grid.kind is Kind.LOG else np.float32
+
+
+def _values(found: np.ndarray, grid: Grid, source: Bytes | None) -> Bytes:
     if grid.kind is Kind.LOG:
         words = (found.astype(np.int64) - 1) << grid.shift
         words += 1 << (grid.shift - 1)

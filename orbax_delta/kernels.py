@@ -120,6 +120,25 @@ def of(word_bytes: int) -> Kernels:
     )
 
 
+@functools.cache
+def to_bf16() -> Callable[[np.ndarray, np.ndarray], int]:
+    """`(words, halves)`: the cast of float32 as bits; returns how many were NaNs."""
+    unit, half, top = np.uint32(1), np.uint32(0x7FFF), np.uint32(16)
+    magnitude, infinity = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+
+    def run(words: np.ndarray, halves: np.ndarray) -> int:
+        nans = np.uint32(0)
+        for i in range(words.size):
+            word = words[i]
+            nans += np.uint32((word & magnitude) > infinity)
+            odd = np.uint32(np.uint32(word >> top) & unit)
+            halves[i] = np.uint16(np.uint32(np.uint32(word + half) + odd) >> top)
+        return int(nans)
+
+    found: Callable[[np.ndarray, np.ndarray], int] = compiler()(run)
+    return found
+
+
 def _finder(word_bytes: int) -> Callable[..., int]:
     """The function `find` of `Kernels`, not yet compiled."""
     word = _WORDS[word_bytes]

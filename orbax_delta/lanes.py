@@ -71,8 +71,8 @@ def _split(codes: np.ndarray, centre: int, lane_bits: int) -> tuple[Bytes, np.nd
     return pack(low, lane_bits), numbers[low == escape] - np.uint32(escape)
 
 
-def decode(view: memoryview, count: int) -> np.ndarray:
-    """The int32[count] that fill `view`, less their centre.
+def decode(view: memoryview, count: int, centre: int) -> np.ndarray:
+    """The int32[count] about `centre` that fill `view`, in a thread's own array.
 
     Raises:
         CorruptionError: They do not.
@@ -88,24 +88,39 @@ def decode(view: memoryview, count: int) -> np.ndarray:
     packed_bytes = -(-count * lane_bits // 8)
     packed, rest = planes.decode(view[_HEAD.size :], packed_bytes, 1)
     words = planes.decode_exactly(rest, apart_count * width, width)
-    low = unpack(packed, lane_bits)
+    apart = words.view(np.dtype(f"<u{width}"))
     escape = (1 << lane_bits) - 1
-    numbers = low[:count].astype(np.uint32)
-    escaped = numbers == escape
-    if low[count:].any() or np.count_nonzero(escaped) != apart_count:
+    if apart.size and int(apart.max()) > 0xFFFFFFFF - escape:
         raise CorruptionError(
-            f"{np.count_nonzero(escaped)} of {count} packed numbers stand apart, "
-            f"expected {apart_count}; or bits are set past the last one"
+            f"a number that stands apart is {int(apart.max())} above {escape}, too much"
         )
-    large = words.view(np.dtype(f"<u{width}"))
-    if large.size and int(large.max()) > 0xFFFFFFFF - escape:
+    codes = scratch.array("numbers", count, 4).view(np.int32)
+    found = _joined(packed, apart.astype(np.uint32), lane_bits, centre, codes)
+    past = unpack(packed[-1:], lane_bits)[(count - 1) % (8 // lane_bits) + 1 :]
+    if past.any() or found != apart_count:
         raise CorruptionError(
-            f"a number that stands apart is {int(large.max())} above {escape}, too much"
+            f"{found} of {count} packed numbers stand apart, expected {apart_count}; "
+            "or bits are set past the last one"
         )
-    numbers[escaped] += large
-    signs = np.negative(numbers & np.uint32(1))
-    codes: np.ndarray = ((numbers >> np.uint32(1)) ^ signs).view(np.int32)
     return codes
+
+
+def _joined(
+    packed: Bytes, apart: np.ndarray, lane_bits: int, centre: int, codes: np.ndarray
+) -> int:
+    """Put together what `_split` took apart; returns how many have to stand apart."""
+    if kernels.pay(codes.nbytes):
+        run = gridkernels.unpack(lane_bits)
+        return run(packed, apart, np.int32(centre), codes)
+    escape = (1 << lane_bits) - 1
+    numbers = unpack(packed, lane_bits)[: codes.size].astype(np.uint32)
+    places = np.flatnonzero(numbers == escape)
+    if places.size == apart.size:
+        numbers[places] += apart
+    signs = np.negative(numbers & np.uint32(1))
+    np.copyto(codes, ((numbers >> np.uint32(1)) ^ signs).view(np.int32))
+    codes += np.int32(centre)  # sums wrap; what a writer has made is far from that
+    return places.size
 
 
 def _expected_bits(counts: np.ndarray, bits: np.ndarray, lane_bits: int) -> float:

@@ -134,6 +134,19 @@ class _Group:
     def content_bytes(self) -> int:
         return sum(request.content_bytes for request in self.requests)
 
+    def continues(self, list_key: ListKey) -> bool:
+        """Whether its list begins with a whole other one."""
+        (refs, source_bytes), own = list_key, self.requests[0].row.refs
+        longer = self.source_bytes == source_bytes and len(own) > len(refs)
+        return longer and bool(refs[0].pack) and own[: len(refs)] == refs
+
+    def after(self, list_key: ListKey, content: Bytes) -> "_Group":
+        """The same group, where the content of what it continues is at hand."""
+        skip = len(list_key[0])
+        if self.skip >= skip:
+            return self
+        return dataclasses.replace(self, seed=lambda: content, skip=skip)
+
 
 def fetch(
     packs: Folder,
@@ -178,8 +191,12 @@ def _begin(
 ) -> list[_Decoding]:
     read = _read(packs, groups, pace, count)
     return [
-        executor.submit(_decode_groups, task, read, into)
-        for task in batches(groups, lambda one: one.content_bytes, least=_TASK_BYTES)
+        executor.submit(_decode_families, task, read, into)
+        for task in batches(
+            _families(groups),
+            lambda family: sum(group.content_bytes for group in family),
+            least=_TASK_BYTES,
+        )
     ]
 
 
@@ -213,7 +230,7 @@ def content(request: Request, read: Records) -> Bytes:
         CorruptionError: It is damaged or missing.
         StorageError: The store failed.
     """
-    (fetched,) = _decode_groups(_grouped([request], {}), read, _nowhere)
+    (fetched,) = _decode_families([_grouped([request], {})], read, _nowhere)
     if fetched.content is None:
         raise fetched.error or CorruptionError(f"{request.where} has no content")
     return fetched.content
@@ -250,10 +267,22 @@ def _known(refs: tuple[Ref, ...], source_bytes: int, seeds: Seeds) -> int:
     return next((n for n in lengths if (refs[:n], source_bytes) in seeds), 0)
 
 
-def _position(group: _Group) -> tuple[str, int, int, chunks.Box]:
+def _position(group: _Group) -> tuple[str, int, int, int, chunks.Box]:
     row = group.requests[0].row
     first = (group.refs or row.refs)[0]
-    return first.pack, first.offset, row.leaf, row.box
+    return first.pack, first.offset, len(row.refs), row.leaf, row.box
+
+
+def _families(groups: Iterable[_Group]) -> Iterator[list[_Group]]:
+    """Each list with those that continue it, which come next in order of position."""
+    family: list[_Group] = []
+    for group in groups:
+        if family and not group.continues(list_key(family[0].requests[0])):
+            yield family
+            family = []
+        family.append(group)
+    if family:
+        yield family
 
 
 def _batches(groups: Iterable[_Group], pace: _Pace) -> Iterator[list[_Group]]:
@@ -270,10 +299,19 @@ def _batches(groups: Iterable[_Group], pace: _Pace) -> Iterator[list[_Group]]:
         yield batch
 
 
-def _decode_groups(
-    groups: Iterable[_Group], read: Records, into: Into
+def _decode_families(
+    families: Iterable[Sequence[_Group]], read: Records, into: Into
 ) -> list[Fetched]:
-    return [fetched for group in groups for fetched in _decode_group(group, read, into)]
+    made: list[Fetched] = []
+    for first, *others in families:
+        start = len(made)
+        made += _decode_group(first, read, into)
+        request, content = made[start].request, made[start].content
+        for group in others:
+            if content is not None and request.row.rule is dtypes.Rule.NONE:
+                group = group.after(list_key(request), content)
+            made += _decode_group(group, read, into)
+    return made
 
 
 def _decode_group(group: _Group, read: Records, into: Into) -> Iterator[Fetched]:

@@ -65,41 +65,43 @@ class OnGrid:
         bound: What no error exceeds: of LINEAR itself, of LOG relative to the value,
             of RELATIVE to the root of the source and the floor.
         source: The chunk that a RELATIVE grid needs.
-        seen: Whether it had to be stored bit for bit, once that is known.
+        seen: How far the values to store lie from what they were, once that is known.
     """
 
     grid: Grid
     bound: float
     source: Source | None = None
-    seen: list[bool] = dataclasses.field(default_factory=list, compare=False)
+    seen: list[Errors] = dataclasses.field(default_factory=list, compare=False)
 
     def apply(self, raw: Bytes) -> tuple[Bytes, Errors]:
         """The values to store, and how far they lie from `raw`."""
-        source = self.source.content() if self.source else None
+        if self.seen and self.seen[0].exact:
+            return raw, self.seen[0]
         made = np.empty(raw.size, np.uint8)
+        source = self.source.content() if self.source else None
         grids.place(raw, self.grid, source, made=made)
-        largest, square_sum = _errors(raw, made, self.grid, source)
-        exact = not largest <= self.bound
-        self.seen.append(exact)
-        elements = raw.size // grids.WORD_BYTES
-        if exact:
-            return raw, Errors(elements=elements, exact=True)
-        return made, Errors(largest=largest, square_sum=square_sum, elements=elements)
+        if not self.seen:
+            self.seen.append(self._measured(raw, made, source))
+        return raw if self.seen[0].exact else made, self.seen[0]
 
-    def again(self, raw: Bytes) -> tuple[Bytes, Codes | None]:
-        """The values to store, of what has been looked at before, and their codes.
-
-        None where they are stored bit for bit.
-        """
+    def coded(self, raw: Bytes) -> tuple[Bytes, Codes | None]:
+        """The values to store, and their codes; None where they are not rounded."""
         if not self.seen:
             self.apply(raw)
-        if self.seen[0]:
+        if self.seen[0].exact:
             return raw, None
         made = np.empty(raw.size, np.uint8)
         found = np.empty(raw.size // grids.WORD_BYTES, np.int32)
         source = self.source.content() if self.source else None
         grids.place(raw, self.grid, source, found=found, made=made)
         return made, Codes(grid=self.grid, numbers=found)
+
+    def _measured(self, raw: Bytes, made: Bytes, source: Bytes | None) -> Errors:
+        largest, square_sum = _errors(raw, made, self.grid, source)
+        elements = raw.size // grids.WORD_BYTES
+        if not largest <= self.bound:
+            return Errors(elements=elements, exact=True)
+        return Errors(largest=largest, square_sum=square_sum, elements=elements)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
