@@ -29,7 +29,7 @@ def encode(codes: Codes, before: Bytes | None = None) -> bytes:
     """
     found = codes.numbers
     if before is not None:
-        found = grids.place(before, codes.grid)[0]
+        found = grids.codes(before, codes.grid)
         np.subtract(codes.numbers, found, out=found)
     some = found[:: max(1, found.size // _SAMPLE)]
     centre = int(np.median(some)) if some.size else 0
@@ -69,7 +69,7 @@ def decode(
     count = content_bytes // grids.WORD_BYTES
     found = lanes.decode(rest[_CENTRE.size :], count, centre)
     if other is not None and not relative:
-        found += grids.place(other, grid)[0]
+        found += grids.codes(other, grid)
     made = np.empty(content_bytes, np.uint8) if out is None else out
     grids.values(found, grid, other if relative else None, made)
     return made

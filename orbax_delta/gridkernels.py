@@ -16,120 +16,69 @@ _MOST_CODE = np.float32(1 << 23)
 _INFINITY_WORD = np.uint32(0x7F800000)
 _MOST_WORD = np.uint32(0x7F7FFFFF)
 _LEAST_NORMAL = 2.0**-126
+_ZERO, _UNIT = np.uint32(0), np.uint32(1)
 _LOG, _RELATIVE = 2, 3
 _BLOCK = 1024
 _LANES = 256
 _MIDDLE, _PART = np.float32(127.5), np.float32(1 / 256)
 
-Place = Callable[..., None]
-"""`(content, source, step, floor, shift, dither, codes, made)`: for each element
-its code, and the value of that grid point. All are arrays of one size, `content` and
-`made` of float32, on LOG grids of uint32; `source` is empty where there is none; the
-dither has one byte of 0 where there is none."""
+Pass = Callable[..., None]
+"""`(given, source, step, floor, shift, dither, made)`: one of `codes`, `points` and
+`rounded` for the elements of a chunk. All are arrays of one size, values of float32, on
+LOG grids of uint32; `source` is empty where there is none; of the dither one byte is
+enough where there is none."""
 
 
 @functools.cache
-def linear(*, dithered: bool) -> Place:
-    """Of evenly spaced values."""
+def codes(kind: int, *, dithered: bool) -> Pass:
+    """From values to the codes of the grid points that are nearest.
 
-    def place(
-        content: Any,
-        _source: Any,
-        step: Any,
-        _floor: Any,
-        _shift: Any,
-        dither: Any,
-        codes: Any,
-        made: Any,
-    ) -> None:
-        for i in range(content.size):
-            moved = np.float32(0)
-            at = np.float32(content[i] / step)
-            if dithered:
-                byte = np.float32(dither[i])
-                moved = np.float32(np.float32(byte - _MIDDLE) * _PART)
-                at = np.float32(at + moved)
-            at = np.float32(np.rint(at))
-            code = np.int32(at if abs(at) < _MOST_CODE else np.float32(0))
-            codes[i] = code
-            made[i] = np.float32(np.float32(np.float32(code) - moved) * step)
-
-    found: Place = compiler()(place)
-    return found
-
-
-@functools.cache
-def relative() -> Place:
-    """Of values in units of the square roots of others."""
-
-    def place(
-        content: Any,
-        source: Any,
-        step: Any,
-        floor: Any,
-        _shift: Any,
-        _dither: Any,
-        codes: Any,
-        made: Any,
-    ) -> None:
-        for i in range(content.size):
-            scale = np.float32(np.float32(np.sqrt(source[i])) + floor)
-            scale = np.float32(scale * step)
-            at = np.float32(np.rint(np.float32(content[i] / scale)))
-            code = np.int32(at if abs(at) < _MOST_CODE else np.float32(0))
-            codes[i] = code
-            made[i] = np.float32(np.float32(code) * scale)
-
-    found: Place = compiler(error_model="numpy")(place)
-    return found
-
-
-@functools.cache
-def logarithmic(*, dithered: bool) -> Place:
-    """Of evenly spaced bit patterns."""
-
-    def place(
-        content: Any,
-        _source: Any,
-        _step: Any,
-        _floor: Any,
-        shift: Any,
-        dither: Any,
-        codes: Any,
-        made: Any,
-    ) -> None:
-        half = np.uint32(1 << (shift - 1))
-        by, less = np.uint32(shift), np.uint32(shift - 8)
-        for i in range(content.size):
-            moved = np.uint32(0)
-            if dithered:
-                moved = np.uint32(np.uint32(dither[i]) << less)
-            word = content[i]
-            cell = np.uint32(np.uint32(word + moved) >> by)
-            # Of words below infinity no sum reaches 2^32.
-            at = np.uint32(np.uint32(cell << by) + half)
-            at = np.uint32(at - moved) if at > moved else np.uint32(1)
-            at = min(at, _MOST_WORD)
-            kept = word != np.uint32(0) and word < _INFINITY_WORD
-            codes[i] = np.int32(cell + np.uint32(1)) if kept else np.int32(0)
-            made[i] = at if kept else np.uint32(0)
-
-    found: Place = compiler()(place)
-    return found
-
-
-Points = Callable[..., None]
-"""`(codes, source, step, floor, shift, dither, made)`: the values of these grid points;
-arguments as of `Place`. Any other numbers than `Place` gives have some value too."""
-
-
-@functools.cache
-def points(kind: int, *, dithered: bool) -> Points:
-    """See `Points`; `kind` is the number of a `grids.Kind`."""
+    Args:
+        kind: Number of a `grids.Kind`.
+        dithered: Whether the grid is moved.
+    """
     logarithmic, relative = kind == _LOG, kind == _RELATIVE
 
     def run(
-        codes: Any,
+        given: Any,
+        source: Any,
+        step: Any,
+        floor: Any,
+        shift: Any,
+        dither: Any,
+        made: Any,
+    ) -> None:
+        by, less = np.uint32(shift), np.uint32(shift - 8)
+        for i in range(given.size):
+            if logarithmic:
+                word = np.uint32(given[i])
+                moved = np.uint32(np.uint32(dither[i]) << less) if dithered else _ZERO
+                cell = np.uint32(np.uint32(word + moved) >> by)
+                kept = (word != _ZERO) & (word < _INFINITY_WORD)
+                made[i] = np.int32(np.uint32(cell + _UNIT) if kept else _ZERO)
+            else:
+                scale = step
+                if relative:
+                    scale = np.float32(np.float32(np.sqrt(source[i])) + floor)
+                    scale = np.float32(scale * step)
+                at = np.float32(np.float32(given[i]) / scale)
+                if dithered:
+                    byte = np.float32(dither[i])
+                    at += np.float32(np.float32(byte - _MIDDLE) * _PART)
+                at = np.float32(np.rint(at))
+                made[i] = np.int32(at if abs(at) < _MOST_CODE else np.float32(0))
+
+    found: Pass = compiler(error_model="numpy")(run)
+    return found
+
+
+@functools.cache
+def points(kind: int, *, dithered: bool) -> Pass:
+    """From codes, and any other numbers, to values; arguments as of `codes`."""
+    logarithmic, relative = kind == _LOG, kind == _RELATIVE
+
+    def run(
+        given: Any,
         source: Any,
         step: Any,
         floor: Any,
@@ -138,24 +87,71 @@ def points(kind: int, *, dithered: bool) -> Points:
         made: Any,
     ) -> None:
         half, less = np.int64(1 << (shift - 1 if logarithmic else 0)), shift - 8
-        for i in range(codes.size):
+        for i in range(given.size):
             if logarithmic:
-                at = np.int64((np.int64(codes[i]) - 1) << shift) + half
+                at = np.int64((np.int64(given[i]) - 1) << shift) + half
                 if dithered:
                     at -= np.int64(dither[i]) << less
                 at = min(max(at, np.int64(1)), np.int64(_MOST_WORD))
-                made[i] = np.uint32(at) if codes[i] != 0 else np.uint32(0)
+                made[i] = np.uint32(at) if given[i] != 0 else _ZERO
             elif relative:
                 scale = np.float32(np.float32(np.sqrt(source[i])) + floor)
-                made[i] = np.float32(np.float32(codes[i]) * np.float32(scale * step))
+                made[i] = np.float32(np.float32(given[i]) * np.float32(scale * step))
             else:
-                place = np.float32(codes[i])
+                place = np.float32(given[i])
                 if dithered:
                     byte = np.float32(dither[i])
                     place -= np.float32(np.float32(byte - _MIDDLE) * _PART)
                 made[i] = np.float32(np.float32(place) * step)
 
-    found: Points = compiler()(run)
+    found: Pass = compiler()(run)
+    return found
+
+
+@functools.cache
+def rounded(kind: int, *, dithered: bool) -> Pass:
+    """From values to those of the grid points that are nearest, in one pass."""
+    logarithmic, relative = kind == _LOG, kind == _RELATIVE
+
+    def run(
+        given: Any,
+        source: Any,
+        step: Any,
+        floor: Any,
+        shift: Any,
+        dither: Any,
+        made: Any,
+    ) -> None:
+        half = np.uint32(1 << (shift - 1 if logarithmic else 0))
+        by, less = np.uint32(shift), np.uint32(shift - 8)
+        for i in range(given.size):
+            if logarithmic:
+                word = np.uint32(given[i])
+                moved = np.uint32(np.uint32(dither[i]) << less) if dithered else _ZERO
+                cell = np.uint32(np.uint32(word + moved) >> by)
+                # Of words below infinity no sum reaches 2^32.
+                least = np.uint32(moved + _UNIT)
+                at = max(np.uint32(np.uint32(cell << by) + half), least)
+                at = min(np.uint32(at - moved), _MOST_WORD)
+                kept = (word != _ZERO) & (word < _INFINITY_WORD)
+                made[i] = np.uint32(at) if kept else _ZERO
+            else:
+                scale, part = step, np.float32(0)
+                if relative:
+                    scale = np.float32(np.float32(np.sqrt(source[i])) + floor)
+                    scale = np.float32(scale * step)
+                place = np.float32(np.float32(given[i]) / scale)
+                if dithered:
+                    byte = np.float32(dither[i])
+                    part = np.float32(np.float32(byte - _MIDDLE) * _PART)
+                    place = np.float32(place + part)
+                place = np.float32(np.rint(place))
+                place = place if abs(place) < _MOST_CODE else np.float32(0)
+                # Of a code there is no -0.
+                place = np.float32(np.float32(place + np.float32(0)) - part)
+                made[i] = np.float32(place * scale)
+
+    found: Pass = compiler(error_model="numpy")(run)
     return found
 
 

@@ -119,15 +119,13 @@ def parse(view: memoryview) -> tuple[Grid, memoryview]:
     return grid, view[HEAD_BYTES:]
 
 
-def place(
+def codes(
     content: Bytes,
     grid: Grid,
     source: Bytes | None = None,
-    *,
-    found: np.ndarray | None = None,
-    made: Bytes | None = None,
-) -> tuple[np.ndarray, Bytes]:
-    """The nearest grid point of each value: its code, and its value.
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """int32[n]: the code of the nearest grid point of each value.
 
     What has none (NaN, infinities, on LOG negative ones, more than 2^23 steps) gets
     code 0.
@@ -136,40 +134,71 @@ def place(
         content: float32 values as bytes.
         grid: The grid.
         source: The other chunk of a RELATIVE grid, of the same size.
-        found: Where the codes go. None: they are good until this thread calls again.
-        made: Where the values go; None: as for the codes.
-
-    Returns:
-        int32[n], and float32[n] as bytes.
+        out: Where the codes go. None: they are good until this thread calls again.
     """
-    if found is None:
-        found = scratch.array("codes", content.size // WORD_BYTES, 4).view(np.int32)
+    made = out
     if made is None:
-        made = scratch.array("points", content.size, 1)
+        made = scratch.array("codes", content.size // WORD_BYTES, 4).view(np.int32)
     if kernels.pay(content.size):
-        _place_compiled(content, grid, source, found, made)
+        run = gridkernels.codes(int(grid.kind), dithered=bool(grid.seed))
+        run(content.view(_word(grid)), *_arguments(grid, source, made.size), made)
     else:
-        found[:] = _codes(content, grid, source)
-        made[:] = _values(found, grid, source)
-    return found, made
+        np.copyto(made, _codes(content, grid, source))
+    return made
 
 
-def _place_compiled(
-    content: Bytes, grid: Grid, source: Bytes | None, found: np.ndarray, made: Bytes
-) -> None:
-    word, dithered = _word(grid), bool(grid.seed)
-    if grid.kind is Kind.LINEAR:
-        run = gridkernels.linear(dithered=dithered)
-    elif grid.kind is Kind.LOG:
-        run = gridkernels.logarithmic(dithered=dithered)
+def values(found: np.ndarray, grid: Grid, source: Bytes | None, out: Bytes) -> None:
+    """Put the float32 values, as bytes, that stand at these grid points into `out`.
+
+    Args:
+        found: int32[n], as `codes` gives them; any other numbers give some value.
+        grid: The grid.
+        source: As `codes` had it.
+        out: Where they go; it may be `source`.
+    """
+    if kernels.pay(out.size):
+        run = gridkernels.points(int(grid.kind), dithered=bool(grid.seed))
+        run(found, *_arguments(grid, source, found.size), out.view(_word(grid)))
     else:
-        run = gridkernels.relative()
-    arguments = _arguments(grid, source, found.size)
-    run(content.view(word), *arguments, found, made.view(word))
+        np.copyto(out, _values(found, grid, source))
 
 
-def _codes(content: Bytes, grid: Grid, source: Bytes | None = None) -> np.ndarray:
-    """The codes alone that `place` gives."""
+def rounded(content: Bytes, grid: Grid, source: Bytes | None, out: Bytes) -> None:
+    """Put the values that stand at the codes of `content` into `out`.
+
+    Args:
+        content: float32 values as bytes.
+        grid: The grid.
+        source: As `codes` has it.
+        out: Where they go.
+    """
+    if kernels.pay(out.size):
+        run = gridkernels.rounded(int(grid.kind), dithered=bool(grid.seed))
+        arguments = _arguments(grid, source, content.size // WORD_BYTES)
+        run(content.view(_word(grid)), *arguments, out.view(_word(grid)))
+    else:
+        np.copyto(out, _values(_codes(content, grid, source), grid, source))
+
+
+def _arguments(grid: Grid, source: Bytes | None, count: int) -> tuple[object, ...]:
+    """What compiled passes want to know of a grid."""
+    if source is None and grid.kind is Kind.RELATIVE:
+        raise AssertionError("a relative grid needs what it is relative to")
+    return (
+        NOTHING if source is None else source.view(np.float32),
+        np.float32(grid.step),
+        np.float32(grid.floor),
+        grid.shift,
+        _dither_bytes(grid, count) if grid.seed else _dither(0),
+    )
+
+
+def _word(grid: Grid) -> type[np.generic]:
+    """As what compiled passes see values."""
+    return np.uint32 if grid.kind is Kind.LOG else np.float32
+
+
+def _codes(content: Bytes, grid: Grid, source: Bytes | None) -> np.ndarray:
     values = content.view(np.float32)
     if grid.kind is Kind.LOG:
         words = content.view(np.uint32)
@@ -189,39 +218,6 @@ def _codes(content: Bytes, grid: Grid, source: Bytes | None = None) -> np.ndarra
         places[~(np.abs(places) < _MOST_CODE)] = 0
     codes: np.ndarray = places.astype(np.int32)
     return codes
-
-
-def values(found: np.ndarray, grid: Grid, source: Bytes | None, made: Bytes) -> None:
-    """Put the float32 values, as bytes, that stand at these grid points into `made`.
-
-    Args:
-        found: int32[n], as `place` gives them; any other numbers give some value.
-        grid: The grid.
-        source: The other chunk of a RELATIVE grid, of the same size.
-        made: Where they go; it may be `source`.
-    """
-    if not kernels.pay(made.size):
-        made[:] = _values(found, grid, source)
-        return
-    dithered = bool(grid.seed)
-    run = gridkernels.points(int(grid.kind), dithered=dithered)
-    run(found, *_arguments(grid, source, found.size), made.view(_word(grid)))
-
-
-def _arguments(grid: Grid, source: Bytes | None, count: int) -> tuple[object, ...]:
-    """What compiled passes want to know of a grid."""
-    return (
-        NOTHING if source is None else source.view(np.float32),
-        np.float32(grid.step),
-        np.float32(grid.floor),
-        grid.shift,
-        _dither_bytes(grid, count) if grid.seed else _dither(0),
-    )
-
-
-def _word(grid: Grid) -> type[np.generic]:
-    """As what compiled passes see values."""
-    return np.uint32 if grid.kind is Kind.LOG else np.float32
 
 
 def _values(found: np.ndarray, grid: Grid, source: Bytes | None) -> Bytes:

@@ -79,7 +79,7 @@ class OnGrid:
             return raw, self.seen[0]
         made = np.empty(raw.size, np.uint8)
         source = self.source.content() if self.source else None
-        grids.place(raw, self.grid, source, made=made)
+        grids.rounded(raw, self.grid, source, made)
         if not self.seen:
             self.seen.append(self._measured(raw, made, source))
         return raw if self.seen[0].exact else made, self.seen[0]
@@ -93,7 +93,8 @@ class OnGrid:
         made = np.empty(raw.size, np.uint8)
         found = np.empty(raw.size // grids.WORD_BYTES, np.int32)
         source = self.source.content() if self.source else None
-        grids.place(raw, self.grid, source, found=found, made=made)
+        grids.codes(raw, self.grid, source, found)
+        grids.values(found, self.grid, source, made)
         return made, Codes(grid=self.grid, numbers=found)
 
     def _measured(self, raw: Bytes, made: Bytes, source: Bytes | None) -> Errors:

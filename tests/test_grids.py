@@ -53,9 +53,19 @@ def compiled(request, monkeypatch):
     return request.param
 
 
+def placed(content, grid, source=None):
+    """Codes of a content, and the values that it becomes."""
+    codes, values = grids.codes(content, grid, source).copy(), np.empty_like(content)
+    grids.values(codes, grid, source, values)
+    again = np.empty_like(content)
+    grids.rounded(content, grid, source, again)
+    assert (again == values).all()
+    return codes, values
+
+
 def encoded(content, grid, *, source=None, before=None):
     """The values that a content becomes, and their payload."""
-    codes, values = (a.copy() for a in grids.place(content, grid, source))
+    codes, values = placed(content, grid, source)
     return values, gridforms.encode(Codes(grid=grid, numbers=codes), before)
 
 
@@ -81,7 +91,7 @@ def test_numba_gives_what_numpy_gives(grid, seed, count, calm):
     used = source if grid.kind is Kind.RELATIVE else None
 
     def all_of_it():
-        codes, values = (a.copy() for a in grids.place(content, grid, used))
+        codes, values = placed(content, grid, used)
         errors = rounding._errors(content, values, grid, used)
         before = None if grid.kind is Kind.RELATIVE else source
         payload = gridforms.encode(Codes(grid=grid, numbers=codes), before)
@@ -119,7 +129,7 @@ def test_linear_values_by_hand():
     """Ties to even; without a dither these are multiples."""
     content = np.array([0.1, 0.3, 0.25, 0.75, -0.3, 2.0**22], np.float32)
     grid = Grid(kind=Kind.LINEAR, step=0.5)
-    codes, values = grids.place(content.view(np.uint8), grid)
+    codes, values = placed(content.view(np.uint8), grid)
     assert codes.tolist() == [0, 1, 0, 2, -1, 0]  # the last one takes too many steps
     assert values.view(np.float32).tolist() == [0, 0.5, 0, 1, -0.5, 0]
 
@@ -128,7 +138,7 @@ def test_logarithmic_values_by_hand():
     """An octave has one value, in its middle; zero is zero."""
     content = np.array([0.0, 1.0, 1.99, 2.0, 3.0, 2.0**-130], np.float32)
     grid = Grid(kind=Kind.LOG, shift=23)
-    codes, values = grids.place(content.view(np.uint8), grid)
+    codes, values = placed(content.view(np.uint8), grid)
     assert codes.tolist() == [0, 128, 128, 129, 129, 1]
     assert values.view(np.float32).tolist() == [0, 1.5, 1.5, 3, 3, 2.0**-127]
 
@@ -138,7 +148,7 @@ def test_relative_values_by_hand():
     content = np.array([1.0, 3.0, -5.0, 0.0], np.float32)
     source = np.array([4.0, 4.0, 16.0, 0.0], np.float32)
     grid = Grid(kind=Kind.RELATIVE, step=0.5)
-    values = grids.place(content.view(np.uint8), grid, source.view(np.uint8))[1]
+    values = placed(content.view(np.uint8), grid, source.view(np.uint8))[1]
     found = values.view(np.float32)
     assert found[:3].tolist() == [1, 3, -4]
     # Nothing is to be said of what has no scale but that it is a value.
@@ -161,7 +171,7 @@ def test_a_dither_takes_the_error_away_on_average(seed, share):
     start = rng.standard_normal(20_000).astype(np.float32)
     moved = (start + np.float32(share * step / 2)).astype(np.float32)
     grid = Grid(kind=Kind.LINEAR, step=step, seed=seed + 1)
-    rounded = grids.place(moved.view(np.uint8), grid)[1].view(np.float32).copy()
+    rounded = placed(moved.view(np.uint8), grid)[1].view(np.float32)
     assert abs(float(np.mean(rounded - moved, dtype=np.float64))) < 0.02 * step
 
 
