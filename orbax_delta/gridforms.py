@@ -31,8 +31,8 @@ def encode(codes: Codes, before: Bytes | None = None) -> bytes:
     if before is not None:
         found = grids.codes(before, codes.grid)
         np.subtract(codes.numbers, found, out=found)
-    some = found[:: max(1, found.size // _SAMPLE)]
-    centre = int(np.median(some)) if some.size else 0
+    some = np.sort(found[:: max(1, found.size // _SAMPLE)])
+    centre = int(some[some.size // 2]) if some.size else 0
     return codes.grid.head() + _CENTRE.pack(centre) + lanes.encode(found, centre)
 
 

@@ -18,7 +18,7 @@ _HEAD = struct.Struct("<BBI")
 
 LANE_BITS = (1, 2, 4, 8)
 _WIDTHS = (1, 2, 4)
-# An apart number costs about its own entropy and the noise that it makes in its lane.
+# By the noise that it makes in its lane a number apart costs more than its entropy.
 _APART_BITS = 1.0
 # So many numbers tell how many there are of each.
 _SAMPLE = 1 << 12
@@ -53,10 +53,27 @@ def _zigzag(codes: np.ndarray, centre: int) -> np.ndarray:
 
 
 def _best_lane(some: np.ndarray) -> int:
-    """Bits of a lane for which the payload of such numbers is expected to be least."""
+    """Bits of a lane for which the payload of such numbers is expected to be least.
+
+    All take the entropy of the numbers; this compares what comes on top of it.
+    """
     counts = np.bincount(np.minimum(some, _LARGEST), minlength=_LARGEST + 1)
-    bits = counts * np.log2(np.maximum(counts, 1))
-    return min(LANE_BITS, key=lambda lane: _expected_bits(counts, bits, lane))
+    logs = (counts * np.log2(np.maximum(counts, 1))).cumsum()
+    counts = counts.cumsum()
+    total = int(counts[-1])
+
+    def excess(lane_bits: int) -> float:
+        last = (1 << lane_bits) - 2
+        apart = total - int(counts[last])
+        lanes = _times_log(total) - float(logs[last]) - _times_log(apart)
+        # A coder of bytes takes a bit for each at least.
+        return _APART_BITS * apart + max(0.0, total * lane_bits / 8 - lanes)
+
+    return min(LANE_BITS, key=excess)
+
+
+def _times_log(count: int) -> float:
+    return count * math.log2(max(count, 1))
 
 
 def _split(codes: np.ndarray, centre: int, lane_bits: int) -> tuple[Bytes, np.ndarray]:
@@ -121,26 +138,6 @@ def _joined(
     np.copyto(codes, ((numbers >> np.uint32(1)) ^ signs).view(np.int32))
     codes += np.int32(centre)  # sums wrap; what a writer has made is far from that
     return places.size
-
-
-def _expected_bits(counts: np.ndarray, bits: np.ndarray, lane_bits: int) -> float:
-    """What an ideal coder of bytes makes of numbers of which there are so many each.
-
-    Args:
-        counts: How often each number occurs.
-        bits: Each of those times its own logarithm.
-        lane_bits: As it would be.
-    """
-    escape = (1 << lane_bits) - 1
-    total, apart = int(counts.sum()), int(counts[escape:].sum())
-    lanes = _times_log(total) - float(bits[:escape].sum()) - _times_log(apart)
-    lanes = max(lanes, total * lane_bits / 8)  # a bit for each byte at least
-    large = _times_log(apart) - float(bits[escape:].sum())
-    return lanes + large + _APART_BITS * apart
-
-
-def _times_log(count: int) -> float:
-    return count * math.log2(max(count, 1))
 
 
 def pack(low: Bytes, lane_bits: int) -> Bytes:

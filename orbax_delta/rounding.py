@@ -29,6 +29,9 @@ class Source(Protocol):
 
 _LEAST_NORMAL = 2.0**-126
 
+# Elements at a time, so that float64 of them stays in cache.
+_PIECE = 1 << 16
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
@@ -215,14 +218,27 @@ def _errors(
     other = grids.NOTHING if source is None else source.view(np.float32)
     if kernels.pay(raw.size):
         run = gridkernels.errors(int(grid.kind))
-        largest, square_sum = run(true, found, other, np.float32(grid.floor))
-        return float(largest), float(square_sum)
+        return run(true, found, other, np.float32(grid.floor))
+    largest, square_sum = np.float64(0), 0.0
+    for start in range(0, true.size, _PIECE):
+        part = slice(start, start + _PIECE)
+        moved = _moved(true[part], found[part], grid, other[part])
+        largest = np.maximum(largest, moved.max(initial=0))  # no number stays none
+        square_sum += float(np.square(moved, out=moved).sum())
+    return float(largest), square_sum
+
+
+def _moved(
+    true: np.ndarray, found: np.ndarray, grid: Grid, other: np.ndarray
+) -> np.ndarray:
+    """float64[n]: how far each value has moved, in the unit of the bound."""
     with np.errstate(all="ignore"):
-        moved = np.abs(np.subtract(found, true, dtype=np.float64))
+        moved: np.ndarray = np.subtract(found, true, dtype=np.float64)
+        np.abs(moved, out=moved)
         if grid.kind is Kind.LOG:
             moved /= np.maximum(true.astype(np.float64), _LEAST_NORMAL)
             moved[true < 0] = np.nan
         elif grid.kind is Kind.RELATIVE:
             moved /= (np.sqrt(other) + np.float32(grid.floor)).astype(np.float64)
             moved[np.isnan(moved) & (found == true)] = 0  # 0 of 0, where nu is 0
-    return float(moved.max(initial=0)), float(np.dot(moved, moved))
+    return moved
