@@ -19,12 +19,12 @@ from orbax_delta.base import Base, Entry
 from orbax_delta.chunks import Box
 from orbax_delta.codecs import Bytes
 from orbax_delta.dtypes import Rule
-from orbax_delta.grids import Codes, Grid, Kind
+from orbax_delta.grids import Codes
 from orbax_delta.leaves import Brought, HostLeaf, HostShard
 from orbax_delta.manifests import LeafEntry
 from orbax_delta.options import DeltaOptions
 from orbax_delta.parts import Ref, Row
-from orbax_delta.rounding import Errors, Lazily, OnGrid, Rounding
+from orbax_delta.rounding import Errors, Lazily, Narrowing, OnGrid, Rounding
 
 BATCH_BYTES = 2 << 20
 """A thread takes small chunks together, up to about this much."""
@@ -81,7 +81,7 @@ class Chunk:
 
     def coded(self) -> tuple[Bytes, Codes | None]:
         """What is stored of it, and its codes where that lies on a grid."""
-        if isinstance(self.rounding, OnGrid):
+        if isinstance(self.rounding, OnGrid | Narrowing):
             return self.rounding.coded(self.raw())
         return self.rounded()[0], None
 
@@ -149,17 +149,12 @@ class Finding:
     errors: Errors | None = None
 
     @property
-    def grid(self) -> Grid | None:
-        """Where the values lie, unless they had to be stored bit for bit."""
-        rounding, errors = self.chunk.rounding, self.errors
-        if not isinstance(rounding, OnGrid) or errors is None or errors.exact:
-            return None
-        return rounding.grid
-
-    @property
     def wants_source(self) -> bool:
         """Whether its values lie on a grid that another chunk makes."""
-        return self.grid is not None and self.grid.kind is Kind.RELATIVE
+        rounding, errors = self.chunk.rounding, self.errors
+        if not isinstance(rounding, OnGrid) or errors is None or errors.exact:
+            return False
+        return rounding.source is not None
 
     @property
     def relative(self) -> bool:

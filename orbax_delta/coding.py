@@ -248,7 +248,7 @@ def _choose(
 def _full(compared: _Compared) -> tuple[Form, bytes]:
     """The record that needs none of the chunk's own before it."""
     finding, codes = compared.task.finding, compared.codes
-    if codes is not None:
+    if codes is not None and codes.alone:
         form = Form.RELATIVE if finding.relative else Form.GRID
         return form, codecs.encode_on_grid(codes)
     word_bytes = finding.chunk.leaf.element.word_bytes
@@ -256,7 +256,7 @@ def _full(compared: _Compared) -> tuple[Form, bytes]:
 
 
 def _expected_full_bytes(compared: _Compared, first: Ref) -> int:
-    if compared.codes is not None:
+    if compared.codes is not None and compared.codes.alone:
         return first.length if first.form is Form.GRID else 0
     word_bytes = compared.task.finding.chunk.leaf.element.word_bytes
     return codecs.estimate_full_bytes(compared.content, word_bytes)

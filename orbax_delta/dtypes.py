@@ -151,12 +151,18 @@ def least_normal(rule: Rule) -> float:
     return 2.0**-126 if rule is Rule.F32_TO_BF16 else 2.0**-14
 
 
-def cast_values(rule: Rule, content: Bytes) -> np.ndarray:
-    """float64[n]: what the elements of a cast are as numbers."""
+def cast_values(rule: Rule, content: Bytes) -> Bytes:
+    """The elements of a cast as float32, which has them all."""
     if rule is Rule.F32_TO_BF16:
-        widened = content.view(np.uint16).astype(np.uint32) << np.uint32(16)
-        return widened.view(np.float32).astype(np.float64)
-    return content.view(np.float16).astype(np.float64)
+        widened = content.view(np.uint16).astype(np.uint32)
+        widened <<= np.uint32(16)
+        return widened.view(np.uint8)
+    return content.view(np.float16).astype(np.float32).view(np.uint8)
+
+
+def cast_shift(rule: Rule) -> int:
+    """In how many zeros these end at least."""
+    return 16 if rule is Rule.F32_TO_BF16 else 13
 
 
 def derive(rule: Rule, source: Bytes) -> Bytes | None:

@@ -17,7 +17,7 @@ _INFINITY_WORD = np.uint32(0x7F800000)
 _MOST_WORD = np.uint32(0x7F7FFFFF)
 _LEAST_NORMAL = 2.0**-126
 _ZERO, _UNIT = np.uint32(0), np.uint32(1)
-_LOG, _RELATIVE = 2, 3
+_LOG, _RELATIVE, _BITS = 2, 3, 4
 _BLOCK = 1024
 _LANES = 256
 _MIDDLE, _PART = np.float32(127.5), np.float32(1 / 256)
@@ -239,13 +239,14 @@ def unpack(lane_bits: int) -> Unpack:
 Errors = Callable[[np.ndarray, np.ndarray, np.ndarray, np.float32], tuple[float, float]]
 """`(true, found, source, floor)`: the largest error in the unit of a grid of that kind,
 and the sum of squares; no number where one is none, or a true value is negative on a
-LOG grid."""
+LOG grid. On BITS it is relative to the value, or to the floor where that is more."""
 
 
 @functools.cache
 def errors(kind: int) -> Errors:
     """See `Errors`; `kind` is the number of a `grids.Kind`."""
     logarithmic, relative = kind == _LOG, kind == _RELATIVE
+    patterned = kind == _BITS
 
     def run(true: Any, found: Any, source: Any, floor: Any) -> tuple[float, float]:
         # One of each for every place in a block: none waits for the one before it.
@@ -263,6 +264,10 @@ def errors(kind: int) -> Errors:
                     root = np.float32(np.float32(np.sqrt(base[i])) + floor)
                     scale = np.float64(root)
                     moved = moved / scale if (scale != 0) | (moved != 0) else 0.0
+                if patterned:
+                    moved /= max(abs(value), np.float64(floor))
+                    # The same infinity is the same; one of a finite number is not.
+                    moved = 0.0 if other[i] == one[i] else moved
                 largest[i] = moved if moved > largest[i] else largest[i]
                 sums[i] += moved * moved
         square_sum = sums.sum()

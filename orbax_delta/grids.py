@@ -44,6 +44,10 @@ class Kind(enum.IntEnum):
     LINEAR = 1
     LOG = 2
     RELATIVE = 3
+    BITS = 4
+
+
+_SHIFTED = (Kind.LOG, Kind.BITS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +57,12 @@ class Grid:
     Attributes:
         kind: LINEAR: multiples of `step`. LOG: bit patterns 2^`shift` apart, zero, and
             nothing negative. RELATIVE: multiples of `step * (sqrt(v) + floor)`, v the
-            element of another chunk.
-        step: Distance, a positive normal float32; of LOG 0.
-        shift: 8 to 24, of LOG; 23 is an octave. Otherwise 0.
+            element of another chunk. BITS: bit patterns that end in `shift` zeros.
+        step: Distance, a positive normal float32; of LOG and BITS 0.
+        shift: 8 to 24, of LOG, where 23 is an octave, and BITS; otherwise 0.
         floor: At least 0, of RELATIVE; otherwise 0.
         seed: Of the dither that moves the grid at each element by up to half a step;
-            0: none. RELATIVE has none.
+            0: none. RELATIVE and BITS have none.
         start: Place in the dither of the chunk's first element.
     """
 
@@ -88,6 +92,11 @@ class Codes:
     grid: Grid
     numbers: np.ndarray
 
+    @property
+    def alone(self) -> bool:
+        """Whether they are worth a payload that stands for itself."""
+        return self.grid.kind is not Kind.BITS
+
 
 def parse(view: memoryview) -> tuple[Grid, memoryview]:
     """The grid that a payload begins with, and what follows.
@@ -98,15 +107,15 @@ def parse(view: memoryview) -> tuple[Grid, memoryview]:
     if len(view) < HEAD_BYTES:
         raise CorruptionError(f"a payload of {len(view)} bytes has no grid")
     kind, shift, reserved, seed, start, step, floor = _HEAD.unpack_from(view)
-    scaled = kind in (Kind.LINEAR, Kind.RELATIVE)
+    scaled, shifted = kind in (Kind.LINEAR, Kind.RELATIVE), kind in _SHIFTED
     good = (
         reserved == 0
         and start < DITHER_PLACES
-        and (scaled or kind == Kind.LOG)
-        and (_LEAST_SHIFT <= shift <= _MOST_SHIFT if kind == Kind.LOG else shift == 0)
+        and (scaled or shifted)
+        and (_LEAST_SHIFT <= shift <= _MOST_SHIFT if shifted else shift == 0)
         and (2.0**-126 <= step < math.inf if scaled else step == 0)
         and (0 <= floor < math.inf if kind == Kind.RELATIVE else floor == 0)
-        and (kind != Kind.RELATIVE or seed == 0)
+        and (kind in (Kind.LINEAR, Kind.LOG) or seed == 0)
     )
     if not good:
         raise CorruptionError(
@@ -128,7 +137,7 @@ def codes(
     """int32[n]: the code of the nearest grid point of each value.
 
     What has none (NaN, infinities, on LOG negative ones, more than 2^23 steps) gets
-    code 0.
+    code 0. On BITS it is the grid point whose pattern is at or below.
 
     Args:
         content: float32 values as bytes.
@@ -139,7 +148,7 @@ def codes(
     made = out
     if made is None:
         made = scratch.array("codes", content.size // WORD_BYTES, 4).view(np.int32)
-    if kernels.pay(content.size):
+    if _compiled(grid, content.size):
         run = gridkernels.codes(int(grid.kind), dithered=bool(grid.seed))
         run(content.view(_word(grid)), *_arguments(grid, source, made.size), made)
     else:
@@ -156,7 +165,7 @@ def values(found: np.ndarray, grid: Grid, source: Bytes | None, out: Bytes) -> N
         source: As `codes` had it.
         out: Where they go; it may be `source`.
     """
-    if kernels.pay(out.size):
+    if _compiled(grid, out.size):
         run = gridkernels.points(int(grid.kind), dithered=bool(grid.seed))
         run(found, *_arguments(grid, source, found.size), out.view(_word(grid)))
     else:
@@ -172,12 +181,17 @@ def rounded(content: Bytes, grid: Grid, source: Bytes | None, out: Bytes) -> Non
         source: As `codes` has it.
         out: Where they go.
     """
-    if kernels.pay(out.size):
+    if _compiled(grid, out.size):
         run = gridkernels.rounded(int(grid.kind), dithered=bool(grid.seed))
         arguments = _arguments(grid, source, content.size // WORD_BYTES)
         run(content.view(_word(grid)), *arguments, out.view(_word(grid)))
     else:
         np.copyto(out, _values(_codes(content, grid, source), grid, source))
+
+
+def _compiled(grid: Grid, content_bytes: int) -> bool:
+    # Of bit patterns a pass of numpy is one already.
+    return grid.kind is not Kind.BITS and kernels.pay(content_bytes)
 
 
 def _arguments(grid: Grid, source: Bytes | None, count: int) -> tuple[object, ...]:
@@ -200,6 +214,8 @@ def _word(grid: Grid) -> type[np.generic]:
 
 def _codes(content: Bytes, grid: Grid, source: Bytes | None) -> np.ndarray:
     values = content.view(np.float32)
+    if grid.kind is Kind.BITS:
+        return content.view(np.int32) >> np.int32(grid.shift)
     if grid.kind is Kind.LOG:
         words = content.view(np.uint32)
         moved = words + _word_offsets(grid, words.size)
@@ -221,6 +237,8 @@ def _codes(content: Bytes, grid: Grid, source: Bytes | None) -> np.ndarray:
 
 
 def _values(found: np.ndarray, grid: Grid, source: Bytes | None) -> Bytes:
+    if grid.kind is Kind.BITS:
+        return (found.view(np.uint32) << np.uint32(grid.shift)).view(np.uint8)
     if grid.kind is Kind.LOG:
         words = (found.astype(np.int64) - 1) << grid.shift
         words += 1 << (grid.shift - 1)

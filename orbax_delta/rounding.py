@@ -58,6 +58,16 @@ class Errors:
             elements=moved.size,
         )
 
+    @classmethod
+    def within(
+        cls, bound: float, measured: tuple[float, float], made: Bytes
+    ) -> "Errors":
+        """Of the largest error and the sum of squares, which may be too much."""
+        (largest, square_sum), elements = measured, made.size // grids.WORD_BYTES
+        if not largest <= bound:
+            return cls(elements=elements, exact=True)
+        return cls(largest=largest, square_sum=square_sum, elements=elements)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OnGrid:
@@ -84,7 +94,9 @@ class OnGrid:
         source = self.source.content() if self.source else None
         grids.rounded(raw, self.grid, source, made)
         if not self.seen:
-            self.seen.append(self._measured(raw, made, source))
+            floor, kind = self.grid.floor, self.grid.kind
+            measured = _errors(raw, made, kind, floor=floor, source=source)
+            self.seen.append(Errors.within(self.bound, measured, made))
         return raw if self.seen[0].exact else made, self.seen[0]
 
     def coded(self, raw: Bytes) -> tuple[Bytes, Codes | None]:
@@ -99,13 +111,6 @@ class OnGrid:
         grids.codes(raw, self.grid, source, found)
         grids.values(found, self.grid, source, made)
         return made, Codes(grid=self.grid, numbers=found)
-
-    def _measured(self, raw: Bytes, made: Bytes, source: Bytes | None) -> Errors:
-        largest, square_sum = _errors(raw, made, self.grid, source)
-        elements = raw.size // grids.WORD_BYTES
-        if not largest <= self.bound:
-            return Errors(elements=elements, exact=True)
-        return Errors(largest=largest, square_sum=square_sum, elements=elements)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,27 +149,33 @@ class Narrowing:
     Attributes:
         rule: The cast to it.
         bound: What no error exceeds, relative to the value.
+        seen: As of `OnGrid`.
     """
 
     rule: Rule
     bound: float
+    seen: list[Errors] = dataclasses.field(default_factory=list, compare=False)
 
     def apply(self, raw: Bytes) -> tuple[Bytes, Errors]:
         """The values to store, and how far they lie from `raw`."""
-        elements = raw.size // grids.WORD_BYTES
         cast = dtypes.derive(self.rule, raw)
         if cast is None:
-            return raw, Errors(elements=elements, exact=True)
+            return raw, Errors(elements=raw.size // grids.WORD_BYTES, exact=True)
         made = dtypes.cast_values(self.rule, cast)
-        true = raw.view(np.float32).astype(np.float64)
-        with np.errstate(all="ignore"):
-            moved = np.abs(made - true)
-            moved /= np.maximum(np.abs(true), dtypes.least_normal(self.rule))
-        # The same infinity is the same; one of a finite number is not.
-        moved[made == true] = 0
-        if not moved.max(initial=0) <= self.bound:
-            return raw, Errors(elements=elements, exact=True)
-        return made.astype(np.float32).view(np.uint8), Errors.of(moved)
+        if not self.seen:
+            floor = dtypes.least_normal(self.rule)
+            measured = _errors(raw, made, Kind.BITS, floor=floor)
+            self.seen.append(Errors.within(self.bound, measured, made))
+        return raw if self.seen[0].exact else made, self.seen[0]
+
+    def coded(self, raw: Bytes) -> tuple[Bytes, Codes | None]:
+        """The values to store, and their codes; None where they are not rounded."""
+        made, errors = self.apply(raw)
+        if errors.exact:
+            return raw, None
+        grid = Grid(kind=Kind.BITS, shift=dtypes.cast_shift(self.rule))
+        found = np.empty(made.size // grids.WORD_BYTES, np.int32)
+        return made, Codes(grid=grid, numbers=grids.codes(made, grid, out=found))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,34 +222,46 @@ Rounding = OnGrid | Lazily | Narrowing | Following | Exactly
 
 
 def _errors(
-    raw: Bytes, made: Bytes, grid: Grid, source: Bytes | None
+    raw: Bytes, made: Bytes, kind: Kind, *, floor: float, source: Bytes | None = None
 ) -> tuple[float, float]:
-    """The largest error and the sum of squares; no number where there is no bound."""
+    """The largest error and the sum of squares; no number where there is no bound.
+
+    Args:
+        raw: True values.
+        made: What they become.
+        kind: Of the grid: LINEAR: errors as they are. LOG, BITS: relative to the value.
+            RELATIVE: to the root of the source.
+        floor: Added to that root; of BITS what an error is relative to at least.
+        source: The other chunk of a RELATIVE grid.
+    """
     true, found = raw.view(np.float32), made.view(np.float32)
     other = grids.NOTHING if source is None else source.view(np.float32)
     if kernels.pay(raw.size):
-        run = gridkernels.errors(int(grid.kind))
-        return run(true, found, other, np.float32(grid.floor))
+        return gridkernels.errors(int(kind))(true, found, other, np.float32(floor))
     largest, square_sum = np.float64(0), 0.0
     for start in range(0, true.size, _PIECE):
         part = slice(start, start + _PIECE)
-        moved = _moved(true[part], found[part], grid, other[part])
+        moved = _moved(true[part], found[part], kind, floor, other[part])
         largest = np.maximum(largest, moved.max(initial=0))  # no number stays none
         square_sum += float(np.square(moved, out=moved).sum())
     return float(largest), square_sum
 
 
 def _moved(
-    true: np.ndarray, found: np.ndarray, grid: Grid, other: np.ndarray
+    true: np.ndarray, found: np.ndarray, kind: Kind, floor: float, other: np.ndarray
 ) -> np.ndarray:
     """float64[n]: how far each value has moved, in the unit of the bound."""
     with np.errstate(all="ignore"):
         moved: np.ndarray = np.subtract(found, true, dtype=np.float64)
         np.abs(moved, out=moved)
-        if grid.kind is Kind.LOG:
+        if kind is Kind.LOG:
             moved /= np.maximum(true.astype(np.float64), _LEAST_NORMAL)
             moved[true < 0] = np.nan
-        elif grid.kind is Kind.RELATIVE:
-            moved /= (np.sqrt(other) + np.float32(grid.floor)).astype(np.float64)
+        elif kind is Kind.RELATIVE:
+            moved /= (np.sqrt(other) + np.float32(floor)).astype(np.float64)
             moved[np.isnan(moved) & (found == true)] = 0  # 0 of 0, where nu is 0
+        elif kind is Kind.BITS:
+            moved /= np.maximum(np.abs(true, dtype=np.float64), floor)
+            # The same infinity is the same; one of a finite number is not.
+            moved[found == true] = 0
     return moved

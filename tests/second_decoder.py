@@ -214,11 +214,11 @@ def _packed(payload: _Payload, count: int) -> np.ndarray:
 def _grid(payload: _Payload) -> tuple[int, int, np.ndarray, np.float32, np.float32]:
     kind, shift, reserved, seed, start = struct.unpack("<BBHII", payload.take(12))
     step, floor = np.frombuffer(payload.take(8), "<f4")
-    check(kind in (1, 2, 3) and not reserved and start < 2**18, "kind of a grid")
-    check(8 <= shift <= 24 if kind == 2 else not shift, "shift of a grid")
-    check(step == 0 if kind == 2 else 2.0**-126 <= step < np.inf, "step of a grid")
+    check(kind in (1, 2, 3, 4) and not reserved and start < 2**18, "kind of a grid")
+    check(8 <= shift <= 24 if kind in (2, 4) else not shift, "shift of a grid")
+    check(step == 0 if kind in (2, 4) else 2.0**-126 <= step < np.inf, "step of a grid")
     check(0 <= floor < np.inf if kind == 3 else floor == 0, "floor of a grid")
-    check(kind != 3 or not seed, "dither of a grid")
+    check(kind in (1, 2) or not seed, "dither of a grid")
     m = (np.arange(payload.count, dtype=np.uint64) + np.uint64(start)) % 2**18
     m = (m + np.uint64(seed * 0x9E3779B1 % 2**32)) % 2**32
     m = (m ^ (m >> 16)) * 0x85EBCA6B % 2**32
@@ -229,6 +229,8 @@ def _grid(payload: _Payload) -> tuple[int, int, np.ndarray, np.float32, np.float
 
 def _codes(x: np.ndarray, grid: Any) -> np.ndarray:
     kind, shift, h, step, _ = grid
+    if kind == 4:
+        return x.view("<i4").astype(np.int64) >> shift
     if kind == 2:
         o = 0 if h is None else h << (shift - 8)
         c = ((x.astype(np.int64) + o) >> shift) + 1
@@ -242,6 +244,8 @@ def _codes(x: np.ndarray, grid: Any) -> np.ndarray:
 
 def _values(c: np.ndarray, grid: Any, base: np.ndarray) -> np.ndarray:
     kind, shift, h, step, floor = grid
+    if kind == 4:
+        return (c << shift).astype("<u4")
     if kind == 2:
         o = 0 if h is None else h << (shift - 8)
         w = ((c - 1) << shift) + 2 ** (shift - 1) - o

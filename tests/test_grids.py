@@ -27,9 +27,13 @@ AWKWARD = np.array(
 def grid_of(draw, *kinds):
     """Any grid of these kinds."""
     kind = draw(st.sampled_from(kinds or list(Kind)))
-    seed = 0 if kind is Kind.RELATIVE else draw(st.sampled_from([0, 1, 2**32 - 1]))
+    seed = (
+        0
+        if kind in (Kind.RELATIVE, Kind.BITS)
+        else draw(st.sampled_from([0, 1, 2**32 - 1]))
+    )
     start = draw(st.integers(0, grids.DITHER_PLACES - 1)) if seed else 0
-    if kind is Kind.LOG:
+    if kind in (Kind.LOG, Kind.BITS):
         return Grid(kind=kind, shift=draw(st.integers(8, 24)), seed=seed, start=start)
     step = float(np.float32(draw(st.sampled_from([2.0**-126, 1e-4, 0.25, 3.0, 1e30]))))
     floor = draw(st.sampled_from([0.0, 0.5])) if kind is Kind.RELATIVE else 0.0
@@ -92,7 +96,9 @@ def test_numba_gives_what_numpy_gives(grid, seed, count, calm):
 
     def all_of_it():
         codes, values = placed(content, grid, used)
-        errors = rounding._errors(content, values, grid, used)
+        errors = rounding._errors(
+            content, values, grid.kind, floor=grid.floor, source=used
+        )
         before = None if grid.kind is Kind.RELATIVE else source
         payload = gridforms.encode(Codes(grid=grid, numbers=codes), before)
         return codes, values, errors, payload
@@ -183,7 +189,9 @@ def test_a_dither_takes_the_error_away_on_average(seed, share):
 @pytest.mark.parametrize("form", sorted(codecs.GRID_FORMS))
 def test_what_is_coded_comes_back(form, count):
     """By this reader and by the second one, at every size."""
-    kinds = (Kind.RELATIVE,) if form is Form.RELATIVE else (Kind.LINEAR, Kind.LOG)
+    kinds = (Kind.LINEAR, Kind.LOG, Kind.BITS)
+    if form is Form.RELATIVE:
+        kinds = (Kind.RELATIVE,)
     for number, kind in enumerate(kinds):
         source = np.abs(floats(1, count, awkward=0).view(np.float32)).view(np.uint8)
         content = floats(number + 2, count, awkward=0, scale=0.1)
@@ -191,11 +199,11 @@ def test_what_is_coded_comes_back(form, count):
             content = np.abs(content.view(np.float32)).view(np.uint8)
         grid = Grid(
             kind=kind,
-            shift=21 if kind is Kind.LOG else 0,
-            step=0.0 if kind is Kind.LOG else 2.0**-10,
+            shift=21 if kind in (Kind.LOG, Kind.BITS) else 0,
+            step=0.0 if kind in (Kind.LOG, Kind.BITS) else 2.0**-10,
             floor=0.25 if kind is Kind.RELATIVE else 0.0,
-            seed=0 if kind is Kind.RELATIVE else 5,
-            start=0 if kind is Kind.RELATIVE else grids.DITHER_PLACES - 3,
+            seed=5 if kind in (Kind.LINEAR, Kind.LOG) else 0,
+            start=grids.DITHER_PLACES - 3 if kind in (Kind.LINEAR, Kind.LOG) else 0,
         )
         values, payload = encoded(
             content,
@@ -265,7 +273,7 @@ def test_rare_changes_take_far_less_than_a_bit():
     ("change", "message"),
     [
         (lambda p: p[:19], "19 bytes has no grid"),
-        (lambda p: b"\x04" + p[1:], "grid has kind 4"),
+        (lambda p: b"\x05" + p[1:], "grid has kind 5"),
         (lambda p: b"\x03" + p[1:], "kind RELATIVE, which its form does not have"),
         (lambda p: p[:1] + b"\x01" + p[2:], "shift 1"),
         (lambda p: p[:2] + b"\x01" + p[3:], "no such grid"),

@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from orbax_delta import codecs, differences, kernels, planes, sparse
+from orbax_delta import codecs, differences, dtypes, kernels, planes, sparse
 from orbax_delta.codecs import Form
 
 WORDS = (1, 2, 4, 8)
@@ -93,6 +93,29 @@ def test_the_same_changes_are_found(word_bytes, seed, count, changed, most):
         assert wanted is None or (got == wanted).all()
     if plain.positions is not None:
         assert (plain.positions == places).all()
+
+
+@hypothesis.given(
+    st.integers(0, 99),
+    st.integers(1, 3000),
+    st.booleans(),
+    st.sampled_from([0, 0x7F800000, 0xFF800000, 0x80000001, 0x7F7FFFFF, 0x7F800001]),
+)
+def test_the_same_cast(seed, count, calm, awkward):
+    """To bf16: ties, subnormals and infinities; a NaN has none."""
+    source = as_bytes(seed, count, 4, calm=calm)
+    words = source.view(np.uint32)
+    words[:: 1 + seed] = awkward
+    words[1 :: 2 + seed] &= 0xFFFF8000  # between two values of the narrower type
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_LEAST_BYTES", 0)
+        for available in (True, False):
+            patch.setattr(kernels, "AVAILABLE", available)
+            found[available] = dtypes.derive(dtypes.Rule.F32_TO_BF16, source)
+    compiled, plain = found[True], found[False]
+    assert (compiled is None) == (plain is None)
+    assert plain is None or (compiled == plain).all()
 
 
 @pytest.mark.parametrize("calm", [True, False])

@@ -15,7 +15,7 @@ import strategies
 from strategies import open_run, read_step
 
 import orbax_delta
-from orbax_delta import check, cli, codecs, policies
+from orbax_delta import check, cli, codecs, following, policies
 from orbax_delta.codecs import Form
 from orbax_delta.errors import InvalidInputError
 from orbax_delta.policies import (
@@ -603,6 +603,56 @@ def test_weights_of_a_narrower_type(root, dtype):
     check_equal(found["half"], state["half"])
     assert report.chunks_by_form["derived"] == 3 - 1  # not the one with a NaN
     check_equal(found["w"][2000:], weights[2000:])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_changes_of_narrower_weights_are_small(root, dtype):
+    """They move by few of that type's steps; signs of zeros are kept."""
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal(ELEMENTS).astype(np.float32)
+    weights[::7] = -0.0
+    moved = np.where(weights == 0, weights, weights * np.float32(1.01))
+    with open_run(root, lossy={"w": Narrow(dtype=dtype)}, **SMALL) as run:
+        run.save(0, {"w": weights})
+        run.save(1, {"w": moved})
+        report = run.handler.last_save_report
+        found = run.restore(1)
+    assert set(forms_of(root, 0, "w")) == {(Form.PLANES,)}
+    assert set(forms_of(root, 1, "w")) == {(Form.PLANES, Form.GRID_CHANGE)}
+    assert report.bytes_by_form["grid_change"] < ELEMENTS
+    check_equal(found["w"], moved.astype(dtype).astype(np.float32))
+    second = second_reader.read_step(root / "1" / "default")
+    assert second["w",].data == found["w"].tobytes()
+
+
+def test_without_room_in_the_other_list_mu_stands_for_itself(root, monkeypatch):
+    """It is rounded as ever, and coded as words."""
+    monkeypatch.setattr(following, "_leaves_room", lambda source: False)
+    state = first_state(0)
+    with open_run(root, lossy=POLICIES, **SMALL) as run:
+        run.save(0, state)
+        check_bounds(run.restore(0), state)
+    assert set(forms_of(root, 0, "mu/w")) == {(Form.PLANES,)}
+
+
+def test_a_list_that_continues_another_goes_on_from_there(root, monkeypatch):
+    """What nu's records decode to is not decoded again for mu."""
+    state = first_state(0)
+    decoded = []
+    real = codecs.decode
+
+    def counting(form, *args):
+        decoded.append(form)
+        return real(form, *args)
+
+    with open_run(root, lossy=POLICIES, **SMALL) as run:
+        run.save(0, state)
+        run.save(1, trained(state, 1, 1e-5))
+        monkeypatch.setattr(codecs, "decode", counting)
+        run.restore(1)
+    chunks = len(forms_of(root, 1, "mu/w"))
+    assert decoded.count(Form.RELATIVE) == chunks
+    assert decoded.count(Form.GRID) == 2 * chunks  # of master and of nu
 
 
 def test_sharded_states_and_other_meshes(root):
