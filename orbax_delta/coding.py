@@ -202,7 +202,7 @@ def _record(
         record=record,
         earlier=() if alone else earlier,
         composed=bool(replaces) and not alone,
-        content=_keep(task, content, delta) if outlook.hold else None,
+        content=_keep(compared, delta) if outlook.hold else None,
         outlook=outlook,
         changed_words=_changed(finding, delta.changed_words if delta else None),
         changed_blocks=delta.changed_blocks if delta else blocks,
@@ -262,12 +262,14 @@ def _expected_full_bytes(compared: _Compared, first: Ref) -> int:
     return codecs.estimate_full_bytes(compared.content, word_bytes)
 
 
-def _keep(task: Task, content: Bytes, delta: codecs.Delta | None) -> Bytes:
+def _keep(compared: _Compared, delta: codecs.Delta | None) -> Bytes:
     """A private copy of the content, in the buffer of the old one if there is one."""
+    task, content = compared.task, compared.content
     chunk = task.finding.chunk
     held = chunk.stored.content if chunk.stored else None
     if held is None:
-        return content.copy()
+        # What has codes was made of the chunk, and is nobody else's.
+        return content.copy() if compared.codes is None else content
     if delta is not None and not task.replaces:
         codecs.carry_over(content, held, delta, chunk.leaf.element.word_bytes)
     else:
