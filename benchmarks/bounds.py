@@ -43,7 +43,7 @@ STRIDES = {"dense": 1, "dense_k100": 100}
 TARGETS: Mapping[str, float] = {"dense": 40.0, "dense_k100": 12.5}
 """How many times smaller than the state the second save has to be by default."""
 
-TABLE_COLUMNS = 180
+TABLE_COLUMNS = 200
 
 TIMES = ("save, s", "save, CPU s", "restore, s", "restore, CPU s")
 """Of the second save, and of a restore of what it wrote."""
@@ -278,7 +278,8 @@ def report(
         table = new_table(
             f"Second save of {state}, {stride} step(s) after the first",
             ["policy"],
-            ["MB", "times smaller", "bits a parameter", "first save", *TIMES]
+            ["MB", "times smaller", "bits a parameter", "first save"]
+            + ["save, s (CPU)", "restore, s (CPU)"]
             + ["largest error: " + name for name in rows[0].largest],
         )
         for size in rows:
@@ -288,7 +289,10 @@ def report(
                 f"{size.times_smaller:.2f}",
                 f"{112 / size.times_smaller:.2f}",
                 f"{size.raw_bytes / size.first_bytes:.2f}",
-                *(f"{size.median(time):.3f}" for time in TIMES),
+                *(
+                    f"{size.median(whole):.2f} ({size.median(cpu):.2f})"
+                    for whole, cpu in (TIMES[:2], TIMES[2:])
+                ),
                 *(f"{error:.3g}" for error in size.largest.values()),
             )
         console.print(table)
