@@ -22,6 +22,10 @@ from remat_policies.errors import RematWarning as RematWarning
 from remat_policies.errors import UnknownNameError as UnknownNameError
 from remat_policies.gradients import check_grads as check_grads
 from remat_policies.lints import lint as lint
+from remat_policies.planning import Plan as Plan
+from remat_policies.planning import frontier as frontier
+from remat_policies.planning import load_plan as load_plan
+from remat_policies.planning import plan as plan
 from remat_policies.policies import Policy as Policy
 from remat_policies.policies import all_of as all_of
 from remat_policies.policies import any_of as any_of
