@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from remat_policies.applying import remat
-from remat_policies.errors import GradientMismatchError
+from remat_policies.errors import GradientMismatchError, InvalidInputError
 from remat_policies.policies import Policy
 
 
@@ -51,6 +51,7 @@ def check_grads(
         **kwargs: Of `fn`.
 
     Raises:
+        InvalidInputError: No argument or no result has a derivative.
         GradientMismatchError: Gradients differ by more; the message names the worst
             argument.
 
@@ -71,10 +72,16 @@ def check_grads(
             inner_args, inner_kwargs = jtu.tree_unflatten(tree, whole)
             results = jtu.tree_leaves(fn(*inner_args, **inner_kwargs))
             smooth = [one for one in results if jnp.issubdtype(one.dtype, jnp.inexact)]
+            if not smooth:
+                raise InvalidInputError(
+                    "no result is of floating-point numbers: there is no gradient"
+                )
             return sum(jnp.sum(jnp.abs(one.astype(jnp.float32)) ** 2) for one in smooth)
 
         return jax.jit(jax.grad(loss))([leaf for one, leaf in zip(moving, flat) if one])
 
+    if not any(moving):
+        raise InvalidInputError("no argument is of floating-point numbers")
     names = [path for one, path in zip(moving, paths) if one]
     pairs = zip(names, gradients(fn), gradients(remat(fn, policy)), strict=True)
     errors = [(_difference(plain, other), name) for name, plain, other in pairs]

@@ -204,7 +204,6 @@ def _row(
 
 
 def _tokens(split: Linearized) -> int:
-    largest = max(
-        (split.program.avals[one] for one in split.outputs), key=lambda a: a.size
-    )
-    return math.prod(largest.shape[:-1]) or 1
+    """The leading axes of the largest result; 1 where there is no result."""
+    shapes = [split.program.avals[one].shape for one in split.outputs]
+    return math.prod(max(shapes, key=math.prod, default=())[:-1]) or 1

@@ -418,6 +418,10 @@ def test_check_grads_compares_real_numbers():
     params, x = params_of_block()
     found = rp.check_grads(block, "full", params, x)
     assert found.largest_error < 1e-5
+    with pytest.raises(rp.InvalidInputError, match="no result is of floating-point"):
+        rp.check_grads(lambda x: x > 0, "full", jnp.ones(3))
+    with pytest.raises(rp.InvalidInputError, match="no argument is of floating-point"):
+        rp.check_grads(lambda x: x * 1.5, "full", jnp.arange(3))
     calls = iter(range(100))
     with pytest.raises(
         rp.GradientMismatchError, match=r"argument \[0\]\[0\] differs by"

@@ -93,6 +93,14 @@ def test_tokens_can_be_given():
     assert "32 B a token" in str(found)
 
 
+def test_a_block_without_results_or_derivatives():
+    """There is nothing to keep, and nothing to divide by."""
+    x = jax.ShapeDtypeStruct((3,), jnp.int32)
+    for fn in (lambda x: None, lambda x: x + 1):
+        assert rp.report(fn, x, policy="none").residuals.rows == ()
+        assert "0 B on the device" in str(rp.report(fn, x, policy="full"))
+
+
 # --- costs ----------------------------------------------------------------------------
 
 
