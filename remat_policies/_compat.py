@@ -79,6 +79,22 @@ def evaluate(jaxpr: Jaxpr, equation: Equation, args: Sequence[Any]) -> list[Any]
     return results
 
 
+def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Run a whole jaxpr; each equation keeps its place in the user's program."""
+    results: list[Any] = core.eval_jaxpr(jaxpr, consts, *args)
+    return results
+
+
+def zeros(aval: Any) -> Any:
+    """Zeros of a type, with its sharding and the axes over which it varies."""
+    return ad.instantiate_zeros(ad.Zero(aval))
+
+
+def is_reference(value: Any) -> bool:
+    """Whether it is a mutable array, or stands for one."""
+    return "Ref" in type(getattr(value, "aval", None)).__name__
+
+
 def is_literal(var: Any) -> bool:
     """Whether an input of an equation is a value that stands in the program."""
     return isinstance(var, jex.Literal)
@@ -177,6 +193,7 @@ ad.primitive_jvps[cut] = lambda primals, tangents: (
     primals[0],
     zero_tangent(primals[0]),
 )
+ad.primitive_transposes[cut] = lambda change, x: [change]
 mlir.register_lowering(cut, lambda context, x: [x])
 batching.primitive_batchers[cut] = lambda args, dims: (cut.bind(*args), dims[0])
 

@@ -58,7 +58,12 @@ def remat(
         (2, 2)
     """
     chosen = as_policy(policy)
-    fixed = (static,) if isinstance(static, str) else tuple(static)
+    if inspect.isclass(fn):
+        raise InvalidInputError(
+            f"{fn.__name__} is a class: for a Flax module take"
+            " remat_policies.linen.remat or remat_policies.nnx.remat"
+        )
+    fixed = static_names(static)
     signature = inspect.signature(fn) if fixed else None
     if signature is not None:
         check_static(signature, fixed)
@@ -160,11 +165,11 @@ def apply(
         split = linearize(fn, flat, in_tree)
         kept = choose(split, policy)
         checkpointed = jax.checkpoint(
-            named(split, kept.names),
+            named(split, kept.marks),
             policy=lowered(kept.policy),
             prevent_cse=not in_scan,
         )
-        return jtu.tree_unflatten(split.out_tree, checkpointed(*flat))
+        return jtu.tree_unflatten(split.out_tree, checkpointed(*split.outside, *flat))
 
 
 def as_policy(policy: object) -> Policy:
@@ -187,6 +192,18 @@ def as_policy(policy: object) -> Policy:
         " on some versions and recomputes everything: write names(save=[...]) or the"
         " name of a preset"
     )
+
+
+def static_names(static: object) -> tuple[str, ...]:
+    """One name or several, as a tuple.
+
+    Raises:
+        InvalidInputError: It is something else, such as a position.
+    """
+    names = (static,) if isinstance(static, str) else static
+    if not isinstance(names, Iterable) or not all(isinstance(n, str) for n in names):
+        raise InvalidInputError(f"static arguments go by their names: {static!r}")
+    return tuple(names)
 
 
 def check_static(signature: inspect.Signature, static: tuple[str, ...]) -> None:

@@ -7,16 +7,15 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from remat_policies import _compat
 from remat_policies.blocknames import LAYER_INPUT
 from remat_policies.errors import RematWarning, UnknownNameError, closest
 from remat_policies.linearized import Linearized
 from remat_policies.policies import AUTO, Policy, is_pattern, matching, names
-from remat_policies.program import Program, automatic_names
-from remat_policies.schedule import schedule
+from remat_policies.program import Program, automatic_names, names_in
+from remat_policies.schedule import reach
 
-_REARRANGED = frozenset(
-    {"reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "expand_dims"}
-)
+_REARRANGED = frozenset({"reshape", "transpose", "squeeze", "copy", "expand_dims"})
 """Primitives that give the same elements in another order or shape."""
 
 
@@ -41,9 +40,21 @@ class Kept:
         return {**self.save, **self.offload}
 
     @property
+    def marks(self) -> dict[int, str]:
+        """Under which name jax is told of each kept value.
+
+        Not the block's own: that may stand inside of a loop in the block as well, and
+        would keep values there that nobody reads.
+        """
+        return {value: _mark(name) for value, name in self.names.items()}
+
+    @property
     def policy(self) -> Policy:
-        """The policy in these names alone."""
-        return names(save=self.save.values(), offload=self.offload.values())
+        """The policy in these marks alone."""
+        return names(
+            save=map(_mark, self.save.values()),
+            offload=map(_mark, self.offload.values()),
+        )
 
 
 def choose(split: Linearized, policy: Policy) -> Kept:
@@ -58,11 +69,11 @@ def choose(split: Linearized, policy: Policy) -> Kept:
     offload = _found(policy.offload, known)
     missing = [name for name in policy.keeps if not _found([name], known)]
     if missing and policy.strict:
-        raise _unknown(missing[0], known)
+        raise _unknown(missing[0], split, known)
     if policy.keeps and not save and not offload:
         standing_in = _found(policy.unnamed, known)
         if not standing_in:
-            raise _unknown(policy.keeps[0], known, preset=policy)
+            raise _unknown(policy.keeps[0], split, known, preset=policy)
         save, offload = ({}, standing_in) if policy.offload else (standing_in, {})
     offload = {value: name for value, name in offload.items() if value not in save}
     save, extra_saved = _with_kernels(split, save, known)
@@ -79,9 +90,13 @@ def choose(split: Linearized, policy: Policy) -> Kept:
 
 def unused(split: Linearized, kept: Kept) -> list[str]:
     """Names of kept values that the backward pass does not read."""
-    found = schedule(split, kept.names, split.residuals).used
+    found, _, _ = reach(split, kept.names, split.residuals)
     read = {kept.names[value] for value in found}
     return sorted(set(kept.names.values()) - read)
+
+
+def _mark(name: str) -> str:
+    return f"{AUTO}kept/{name}"
 
 
 def _known(split: Linearized) -> dict[str, list[int]]:
@@ -128,8 +143,7 @@ def origin(split: Linearized, value: int) -> int:
         step = program.steps[producers[at]]
         if step.kind == "kernel":
             return at if at in split.residuals else value
-        same = step.kind in _REARRANGED and len(step.inputs) == 1
-        if not same or program.nbytes(step.inputs[0]) != program.nbytes(at):
+        if step.kind not in _REARRANGED or len(step.inputs) != 1:
             return value
         (at,) = step.inputs
     return value
@@ -160,17 +174,35 @@ def _with_kernels(
 
 
 def _unknown(
-    name: str, known: Mapping[str, list[int]], preset: Policy | None = None
+    name: str,
+    split: Linearized,
+    known: Mapping[str, list[int]],
+    preset: Policy | None = None,
 ) -> UnknownNameError:
-    given = [one for one in known if not one.startswith(AUTO)]
+    given = sorted({one for names in split.program.names.values() for one in names})
     if preset is not None:
         there = f"it names {', '.join(given)}" if given else "it names none"
+        if preset.unnamed:
+            there += ", and has no matrix product without batch axes outside of loops"
         return UnknownNameError(
             f"the block has no value that the preset {preset!r} keeps: {there}. jax"
             " would recompute everything and say nothing. Name the values with"
             " jax.ad_checkpoint.checkpoint_name (see remat_policies.blocknames), or"
-            " take minimal or minimal_with_context, which need no names"
+            " take `full`, if that is what you want"
         )
+    for step in split.program.steps:
+        inside = {
+            one
+            for jaxpr in _compat.inner_jaxprs(step.equation)
+            for one in names_in(jaxpr)
+        }
+        if name in inside:
+            source = _compat.source_of(step.equation)
+            return UnknownNameError(
+                f"{name!r} is inside of a {step.kind} at {source.file}:{source.line}:"
+                " of that only results can be kept; name one of them, or put"
+                " remat_policies.remat around its body"
+            )
     like = closest(name, known if name.startswith(AUTO) or is_pattern(name) else given)
     return UnknownNameError(
         f"the block has no value called {name!r}: {like} jax would recompute"

@@ -97,7 +97,8 @@ def _shard_count(equation: Any) -> int:
     """How many devices run the body of a `shard_map`."""
     if equation.primitive.name != "shard_map":
         return 1
-    mesh, manual = equation.params["mesh"], equation.params["manual_axes"]
+    mesh = equation.params["mesh"]
+    manual = equation.params.get("newly_manual_axes", mesh.axis_names)
     return math.prod(size for axis, size in mesh.shape.items() if axis in manual)
 
 

@@ -10,7 +10,14 @@ from typing import Any
 import flax.linen as nn
 from flax.core import lift
 
-from remat_policies.applying import apply, as_policy, check_static, split_static
+from remat_policies.applying import (
+    apply,
+    as_policy,
+    check_static,
+    split_static,
+    static_names,
+)
+from remat_policies.errors import InvalidInputError
 from remat_policies.policies import Policy
 
 
@@ -48,7 +55,10 @@ def remat(
         >>> model.apply(params, jnp.ones((1, 2))).shape
         (1, 3)
     """
-    fixed = (static,) if isinstance(static, str) else tuple(static)
+    fixed = static_names(static)
+    for name in methods or ():
+        if not hasattr(target, name):
+            raise InvalidInputError(f"{target} has no method {name!r}")
     return nn.transforms.lift_transform(
         checkpoint,
         target,

@@ -29,7 +29,7 @@ def named(split: Linearized, names: Mapping[int, str]) -> Callable[..., list[Any
         names: By number of value.
 
     Returns:
-        From flat arguments to flat results.
+        From flat arguments, those of `split.outside` first, to flat results.
     """
 
     def run(*flat: Any) -> list[Any]:
@@ -39,8 +39,7 @@ def named(split: Linearized, names: Mapping[int, str]) -> Callable[..., list[Any
         ]
         values = evaluate(split.program, cut, names)
         count = len(split.outputs)
-        changing = [leaf for moves, leaf in zip(split.inexact, flat) if moves]
-        return _with_derivative(split, values[:count], values[count:], changing)
+        return _with_derivative(split, values[:count], values[count:], flat)
 
     return run
 
@@ -72,16 +71,18 @@ def evaluate(
 
 
 def _with_derivative(
-    split: Linearized,
-    out: Sequence[Any],
-    residuals: Sequence[Any],
-    changing: Sequence[Any],
+    split: Linearized, out: Sequence[Any], residuals: Sequence[Any], flat: Sequence[Any]
 ) -> list[Any]:
     """The results as they are, with the linear half as their derivative."""
-    smooth = [jnp.issubdtype(jnp.result_type(one), jnp.inexact) for one in out]
+    # What no argument moves stays out: Flax creates parameters in here, and in a scan
+    # over layers that share them has to see that they come from random keys alone.
+    smooth = [
+        follows and jnp.issubdtype(jnp.result_type(one), jnp.inexact)
+        for one, follows in zip(out, split.following, strict=True)
+    ]
 
     @jax.custom_jvp
-    def attach(out: Any, residuals: Any, changing: Any) -> Any:
+    def attach(out: Any, residuals: Any, flat: Any) -> Any:
         return out
 
     def rule(primals: Any, tangents: Any) -> Any:
@@ -89,7 +90,9 @@ def _with_derivative(
         directions = [
             None if isinstance(one, SymbolicZero) else one for one in tangents[2]
         ]
-        pushed = push(split.pushforward, residuals, directions)
+        _refuse(split, directions)
+        moving = [one for one, moves in zip(directions, split.moving) if moves]
+        pushed = push(split.pushforward, residuals, moving)
         changes = [one for one, moves in zip(pushed, smooth, strict=True) if moves]
         return out, [
             jnp.zeros_like(value) if change is None else change
@@ -97,13 +100,18 @@ def _with_derivative(
         ]
 
     attach.defjvp(rule, symbolic_zeros=True)
-    attached = iter(
-        attach(
-            [one for one, moves in zip(out, smooth, strict=True) if moves],
-            list(residuals),
-            list(changing),
-        )
-    )
+    inexact = [one for one, moves in zip(out, smooth, strict=True) if moves]
+    attached = iter(attach(inexact, list(residuals), list(flat)))
     return [
         next(attached) if moves else one for one, moves in zip(out, smooth, strict=True)
     ]
+
+
+def _refuse(split: Linearized, directions: Sequence[Any]) -> None:
+    """Raise where a derivative is asked for that the function does not have."""
+    for at, one in enumerate(directions):
+        if one is not None and split.inexact[at] and not split.moving[at]:
+            raise NotImplementedError(
+                f"there is no derivative by array {at - len(split.outside)} of the"
+                f" arguments: {split.refusal}"
+            )

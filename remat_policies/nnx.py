@@ -11,7 +11,13 @@ from typing import Any
 from flax import nnx
 from flax.nnx.transforms import general
 
-from remat_policies.applying import apply, as_policy, check_static, split_static
+from remat_policies.applying import (
+    apply,
+    as_policy,
+    check_static,
+    split_static,
+    static_names,
+)
 from remat_policies.policies import Policy
 
 _TAG = "remat_policies"
@@ -48,7 +54,7 @@ def remat(
         (1, 3)
     """
     chosen = as_policy(policy)
-    fixed = (static,) if isinstance(static, str) else tuple(static)
+    fixed = static_names(static)
     if isinstance(fn, nnx.Module):
         fn = fn.__call__
     owner = getattr(fn, "__self__", None)

@@ -9,7 +9,7 @@ import dataclasses
 import fnmatch
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,15 +202,19 @@ def all_of(*policies: Policy) -> Policy:
 
 
 def is_pattern(name: str) -> bool:
-    """Whether `*` or `?` in it stand for other text."""
-    return any(sign in name for sign in "*?[")
+    """Whether `*` or `?` in it may stand for other text."""
+    return "*" in name or "?" in name
 
 
-def matching(pattern: str, known: Iterable[str]) -> list[str]:
-    """The names that a name or pattern stands for, in their order."""
-    if not is_pattern(pattern):
+def matching(pattern: str, known: Collection[str]) -> list[str]:
+    """The names that a name or pattern stands for, in their order.
+
+    A name that is there means itself, whatever signs it has.
+    """
+    if pattern in known or not is_pattern(pattern):
         return [name for name in known if name == pattern]
-    return [name for name in known if fnmatch.fnmatchcase(name, pattern)]
+    literal = pattern.replace("[", "[[]")  # no other sign is special
+    return [name for name in known if fnmatch.fnmatchcase(name, literal)]
 
 
 def _some(policies: tuple[Policy, ...]) -> None:

@@ -41,11 +41,15 @@ def needed(split: Linearized, wrt: Sequence[bool] | None = None) -> frozenset[in
     """
     if wrt is None or all(wrt):
         return frozenset(split.residuals)
-    asked = [one for one, moves in zip(wrt, split.inexact, strict=True) if moves]
+    every = [True] * len(split.outside) + list(wrt)
+    asked = [one for one, moves in zip(every, split.moving, strict=True) if moves]
     jaxpr, _ = _compat.opened(split.pushforward)
     count = len(split.residuals)
     shapes = [
-        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars
+        jax.ShapeDtypeStruct(
+            var.aval.shape, var.aval.dtype, sharding=getattr(var.aval, "sharding", None)
+        )
+        for var in jaxpr.invars
     ]
 
     def partly(
@@ -70,12 +74,31 @@ def needed(split: Linearized, wrt: Sequence[bool] | None = None) -> frozenset[in
 def schedule(
     split: Linearized, kept: Collection[int], wanted: Collection[int]
 ) -> Schedule:
-    """Walk back from what is wanted to what is there.
+    """What is read and run again if some values are kept.
 
     Args:
         split: The function.
         kept: Numbers of values that are kept.
         wanted: Numbers of values that the backward pass reads.
+    """
+    used, arguments, rerun = reach(split, kept, wanted)
+    steps = split.program.steps
+    return Schedule(
+        used=used,
+        arguments=arguments,
+        rerun=rerun,
+        flops=math.fsum(costs.flops(steps[one].equation) for one in rerun),
+    )
+
+
+def reach(
+    split: Linearized, kept: Collection[int], wanted: Collection[int]
+) -> tuple[frozenset[int], frozenset[int], tuple[int, ...]]:
+    """Walk back from what is wanted to what is there.
+
+    Returns:
+        As in `Schedule`: the kept values and the arguments that are met, and the steps
+        in between. No sizes are asked for: they may be symbolic.
     """
     program = split.program
     producers = program.producers()
@@ -98,10 +121,4 @@ def schedule(
             inputs = set(program.steps[producers[value]].inputs) - seen
             seen |= inputs
             waiting.extend(inputs)
-    steps = tuple(sorted(rerun))
-    return Schedule(
-        used=frozenset(used),
-        arguments=frozenset(arguments),
-        rerun=steps,
-        flops=math.fsum(costs.flops(program.steps[one].equation) for one in steps),
-    )
+    return frozenset(used), frozenset(arguments), tuple(sorted(rerun))

@@ -434,3 +434,202 @@ def test_rematted_helper_counts(either_remat):
     x, w = jnp.ones((2, 4)), jnp.eye(4)
     fn = jax.checkpoint(lambda x, w: jnp.sin(x @ w))
     assert rematted.in_gradient(fn, "dot_general", x, w) == 3
+
+
+@pytest.mark.parametrize("policy", ["full", "minimal"])
+def test_what_has_no_derivative_is_not_differentiated(either_remat, policy):
+    """A mask that goes to a kernel: all is well until somebody asks for it."""
+
+    def fn(x, w, mask):
+        out, _ = test_kernel(mask, mask)
+        return jnp.tanh(x @ w) * out.sum()
+
+    test_kernel = functools.partial(_kernel)
+    kept = rp.remat(fn, policy)
+    x, w, mask = jnp.ones((2, 4)), jnp.eye(4), jnp.ones((2, 2))
+    assert jax.eval_shape(kept, x, w, mask).shape == (2, 4)
+    assert in_gradient(kept, "tanh", x, w, mask) == 2
+    with pytest.raises(NotImplementedError, match="no derivative by array 2 of"):
+        jax.make_jaxpr(jax.grad(lambda mask: kept(x, w, mask).sum()))(mask)
+
+
+def test_a_function_that_cannot_be_traced_says_why():
+    """Its own error, not one of ours."""
+
+    def fn(x):
+        return x @ jnp.ones((3, 3))
+
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
+        rp.remat(fn, "full")(jnp.ones((2, 4)))
+
+
+def test_a_name_inside_of_a_loop_keeps_nothing_by_itself(either_remat):
+    """Jax would keep what is in the loop as well, for nobody."""
+
+    def fn(x, w):
+        y = checkpoint_name(x @ w, "product")
+
+        def body(carry, _):
+            return checkpoint_name(jnp.sin(carry), "product"), None
+
+        return jnp.cos(y) * jax.lax.scan(body, y, length=3)[0]
+
+    x, w = jnp.ones((2, 4)), jnp.eye(4)
+    policy = rp.names(save=["product"])
+    said = rp.report(fn, x, w, policy=policy).residuals
+    assert bytes_kept(rp.remat(fn, policy), x, w) == (said.device_bytes, 0)
+
+
+# --- what a function closes over ------------------------------------------------------
+
+
+def test_derivatives_by_what_is_closed_over(either_remat):
+    """A layer's weights may come in by the back door, at any order, in any loop."""
+    x, stack = jnp.linspace(0.1, 1, 12).reshape(3, 4), jnp.ones((3, 4, 4)) / 4
+
+    def direct(wrap):
+        return lambda s: wrap(lambda x: jnp.tanh(x * s))(x).sum()
+
+    def nested(wrap):
+        return lambda s: wrap(lambda x: wrap(lambda y: jnp.sin(y * s))(x) * s)(x).sum()
+
+    def scanned(wrap):
+        def run(s):
+            def body(carry, w):
+                return wrap(lambda carry: jnp.tanh(carry @ w * s))(carry), None
+
+            return jax.lax.scan(body, x, stack)[0].sum()
+
+        return run
+
+    for make in (direct, nested, scanned):
+        plain, kept = make(lambda f: f), make(lambda f: rp.remat(f, "full"))
+        assert_close(jax.grad(kept)(2.0), jax.grad(plain)(2.0))
+        assert_close(jax.jvp(kept, (2.0,), (1.0,)), jax.jvp(plain, (2.0,), (1.0,)))
+        assert_close(jax.grad(jax.grad(kept))(2.0), jax.grad(jax.grad(plain))(2.0))
+
+    def layers(wrap):
+        return lambda s: wrap(lambda c, w: (jnp.tanh(c @ w * s), None)).sum()
+
+    for every in (1, 2):
+        found = jax.grad(
+            layers(lambda b, e=every: rp.scan_layers(b, x, stack, "full", every=e)[0])
+        )(2.0)
+        assert_close(
+            found, jax.grad(layers(lambda b: jax.lax.scan(b, x, stack)[0]))(2.0)
+        )
+
+
+def test_static_arguments_may_hold_what_is_traced(either_remat):
+    """Such as a configuration with a learned scale in it."""
+
+    def fn(x, config):
+        return jnp.tanh(x * config["scale"])
+
+    def loss(fn):
+        return lambda s: fn(jnp.ones(3), {"scale": s}).sum()
+
+    kept = rp.remat(fn, "full", static="config")
+    assert_close(jax.grad(loss(kept))(2.0), jax.grad(loss(fn))(2.0))
+
+
+def test_frozen_arguments_on_meshes(either_remat):
+    """Zeros have the type of what they stand for: axes and shardings."""
+    x, w = jnp.linspace(0, 1, 16).reshape(4, 4), jnp.eye(4)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("d")
+    shard = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec
+    )
+
+    def fn(w, x):
+        return jnp.tanh(x @ w) + w.sum()
+
+    wanted = gradients(fn, w, x)
+    assert_close(gradients(shard(rp.remat(fn, "full")), w, x), wanted)
+    explicit = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        placed = jax.device_put(x, PartitionSpec("d", None))
+
+        def joined(x, w):
+            return jnp.concatenate([jnp.tanh(x), jnp.sin(w)], 1)
+
+        found = gradients(rp.remat(joined, "full"), placed, placed)
+    assert_close(found, gradients(joined, x, x))
+
+
+def test_reports_of_a_block_with_shard_map_inside():
+    """Its operations are those of all devices."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    specs = (PartitionSpec("d"), PartitionSpec())
+
+    def fn(x, w):
+        inner = jax.shard_map(
+            lambda x, w: jnp.tanh(x @ w), mesh=mesh, in_specs=specs, out_specs=specs[0]
+        )
+        return inner(checkpoint_name(jnp.sin(x), "q"), w) @ w
+
+    x, w = jnp.ones((4, 4)), jnp.eye(4)
+    found = rp.report(fn, x, w, policy=rp.names(save=["q"])).residuals
+    # The mapped part is one step: what its derivative needs is made in there as well.
+    assert 16 + 2 * (2 * 4**3) + 16 <= found.forward_flops < 400
+    assert bytes_kept(rp.remat(fn, rp.names(save=["q"])), x, w)[0] == found.device_bytes
+
+
+def test_symbolic_shapes_are_exported():
+    """Names are checked without asking how large anything is."""
+    (length,) = jax.export.symbolic_shape("b")
+    kept = rp.remat(
+        lambda w, x: jnp.tanh(checkpoint_name(x @ w, "q")) @ w, rp.names(save=["q"])
+    )
+    slope = jax.jit(jax.grad(lambda w, x: kept(w, x).sum()))
+    x = jax.ShapeDtypeStruct((length, 4), jnp.float32)
+    assert jax.export.export(slope)(jnp.eye(4), x).in_avals[1].shape == x.shape
+
+
+def test_mutable_arrays_are_refused():
+    """What is run again would change them again."""
+    ref = jax.new_ref(jnp.zeros(()))
+
+    def fn(x):
+        ref[...] += x.sum()
+        return jnp.sin(x)
+
+    with pytest.raises(rp.InvalidInputError, match="a mutable array"):
+        rp.remat(fn, "full")(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rp.remat(jnp.sin, "full", static=1), "go by their names: 1"),
+        (lambda: rp.remat(dict, "full"), "dict is a class"),
+    ],
+)
+def test_calls_that_cannot_be_meant(call, message):
+    """Before anything is traced."""
+    with pytest.raises(rp.InvalidInputError, match=message):
+        call()
+
+
+def test_names_mean_themselves_whatever_signs_they_have():
+    """Only `*` and `?` stand for other text, and not in a name that is there."""
+
+    def fn(x):
+        y = checkpoint_name(x * 2, "layer[0]")
+        return jnp.sin(checkpoint_name(jnp.sin(y), "what?"))
+
+    x = jnp.ones(4)
+    for name in ("layer[0]", "what?", "layer[?]", "*[0]"):
+        assert bytes_kept(rp.remat(fn, rp.names(save=[name])), x) == (16, 0)
+
+
+def test_a_name_that_is_only_inside_of_a_loop():
+    """Says where it is."""
+
+    def fn(x):
+        body = lambda c, _: (jnp.sin(checkpoint_name(c * 2, "inside")), None)  # noqa: E731
+        return jax.lax.scan(body, x, length=3)[0]
+
+    with pytest.raises(rp.UnknownNameError, match="'inside' is inside of a scan at"):
+        rp.remat(fn, rp.names(save=["inside"]))(jnp.ones(3))

@@ -333,3 +333,62 @@ def test_nnx_methods_and_static_arguments():
     assert float(layer.mean[...]) != 0
     with pytest.raises(rp.InvalidInputError, match="no argument is called 'trains'"):
         remat(layer, "full", static="trains")
+
+
+def test_modules_that_are_closed_over():
+    """As with Flax's own, their derivatives are there."""
+    layer, x = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 4))
+
+    def loss(wrap):
+        def run(layer):
+            return (wrap(lambda x: jnp.tanh(layer(x)))(x) ** 2).sum()
+
+        return run
+
+    def ours(fn):
+        return remat_policies.nnx.remat(fn, "minimal")
+
+    found, wanted = nnx.grad(loss(ours))(layer), nnx.grad(loss(nnx.remat))(layer)
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5)
+
+    class Scaled(nn.Module):
+        scale: object
+
+        @nn.compact
+        def __call__(self, x):
+            return jnp.tanh(x * self.scale)
+
+    for wrap in (
+        nn.remat,
+        functools.partial(remat_policies.linen.remat, policy="full"),
+    ):
+        slope = jax.grad(lambda s, wrap=wrap: wrap(Scaled)(s).apply({}, x).sum())(0.5)
+        np.testing.assert_allclose(slope, 8 * (1 - np.tanh(0.5) ** 2), rtol=1e-5)
+
+
+def test_linen_layers_that_share_parameters():
+    """`variable_broadcast`: they are created inside of the loop."""
+
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.tanh(nn.Dense(4)(x)), None
+
+    def model(block):
+        return nn.scan(
+            block, variable_broadcast="params", split_rngs={"params": False}, length=3
+        )()
+
+    x = jnp.ones((2, 4))
+    ours = model(remat_policies.linen.remat(Tied, "full", in_scan=True))
+    params = ours.init(jax.random.key(0), x)
+    wanted = model(nn.remat(Tied)).init(jax.random.key(0), x)
+    for one, two in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+def test_linen_methods_that_are_not_there():
+    """By name, before anything is traced."""
+    with pytest.raises(rp.InvalidInputError, match="no method 'nope'"):
+        remat_policies.linen.remat(nn.Dense, "full", methods=["nope"])
