@@ -36,12 +36,12 @@ def kept(policy):
 
 @pytest.mark.parametrize("target", compilers.BOTH)
 def test_temporaries_are_in_the_order_of_presets(target):
-    """What is kept less is less, by as much as `report` says."""
+    """What is kept less is less, by about as much as `report` says."""
     temp = {policy: compiled(CONFIG, policy, target).temp_bytes for policy in ORDER}
     assert sorted(temp.values(), reverse=True) == list(temp.values())
     said = kept("minimal_with_context")[0] - kept("full")[0]
     found = temp["minimal_with_context"] - temp["full"]
-    assert abs(found - said) < 0.1 * said
+    assert abs(found - said) < 0.2 * said
 
 
 @pytest.mark.parametrize("target", compilers.BOTH)
