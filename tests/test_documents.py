@@ -13,7 +13,12 @@ from orbax_delta.options import DeltaOptions
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "orbax_delta"
-DOCUMENTS = (REPOSITORY / "README.md", PACKAGE / "DESIGN.md", PACKAGE / "FORMAT.md")
+DOCUMENTS = (
+    REPOSITORY / "README.md",
+    PACKAGE / "DESIGN.md",
+    PACKAGE / "FORMAT.md",
+    REPOSITORY / "remat_policies" / "DESIGN.md",
+)
 DESIGN = (PACKAGE / "DESIGN.md").read_text()
 DECISIONS = [int(number) for number in re.findall(r"(?m)^\*\*(\d+)\. ", DESIGN)]
 
