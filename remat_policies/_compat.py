@@ -100,11 +100,6 @@ def is_literal(var: Any) -> bool:
     return isinstance(var, jex.Literal)
 
 
-def is_dropped(var: Any) -> bool:
-    """Whether nobody reads this result of an equation."""
-    return isinstance(var, core.DropVar)
-
-
 def name_of(equation: Equation) -> str | None:
     """The name that a `checkpoint_name` gives; None for any other equation."""
     if equation.primitive is name_p:
