@@ -13,7 +13,7 @@ from remat_policies.demo import TINY, pure
 CONFIG = dataclasses.replace(
     TINY, d_model=512, heads=4, kv_heads=2, head_dim=128, ffn_dim=1536
 )
-LAYERS, SHAPE = 8, (2, 1024)
+LAYERS, SHAPE = 32, (2, 512)
 ORDER = ("none", "minimal_with_context", "save_dot_except_mlp", "full")
 
 
