@@ -73,7 +73,7 @@ def remat(
         if signature is None:
             return apply(fn, chosen, args, kwargs, in_scan=in_scan)
         held, rest = split_static(signature, fixed, args, kwargs)
-        whole = functools.partial(_call, signature, fn, held)
+        whole = functools.partial(call_by_name, signature, fn, held)
         return apply(whole, chosen, (rest,), {}, in_scan=in_scan)
 
     return run
@@ -229,7 +229,7 @@ def split_static(
     return {name: rest.pop(name) for name in static}, rest
 
 
-def _call(
+def call_by_name(
     signature: inspect.Signature, fn: Function, held: Any, rest: Mapping[str, Any]
 ) -> Any:
     """Call a function with what `split_static` took apart."""

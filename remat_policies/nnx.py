@@ -14,6 +14,7 @@ from flax.nnx.transforms import general
 from remat_policies.applying import (
     apply,
     as_policy,
+    call_by_name,
     check_static,
     split_static,
     static_names,
@@ -68,12 +69,7 @@ def remat(
         given = (owner, *args) if bound else args
         held, rest = split_static(signature, fixed, given, kwargs)
 
-        def by_name(rest: dict[str, Any]) -> Any:
-            call = signature.bind_partial()
-            whole = {**held, **rest}
-            call.arguments.update({name: whole[name] for name in signature.parameters})
-            return unbound(*call.args, **call.kwargs)
-
+        by_name = functools.partial(call_by_name, signature, unbound, held)
         merged = general.merge_inputs(by_name, ctxtag=_TAG)
 
         def checkpointed(*args: Any) -> Any:

@@ -17,7 +17,7 @@ from remat_policies.errors import UnknownNameError
 from remat_policies.linearized import Linearized, linearize
 from remat_policies.policies import Policy
 from remat_policies.program import automatic_names
-from remat_policies.schedule import needed, schedule
+from remat_policies.schedule import Schedule, needed, schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +135,7 @@ def residuals_of(
     """
     kept = _kept(split, policy, wanted)
     plan = schedule(split, kept.names, wanted)
-    rows = [
-        _row(split, kept, value, wanted, plan.flops) for value in sorted(kept.names)
-    ]
+    rows = [_row(split, kept, value, wanted, plan) for value in sorted(kept.names)]
     every = schedule(split, (), split.outputs)
     return Residuals(
         policy=policy,
@@ -179,7 +177,7 @@ def _kept(split: Linearized, policy: Policy, wanted: frozenset[int]) -> Kept:
 
 
 def _row(
-    split: Linearized, kept: Kept, value: int, wanted: frozenset[int], flops: float
+    split: Linearized, kept: Kept, value: int, wanted: frozenset[int], plan: Schedule
 ) -> Residual:
     program = split.program
     aval = program.avals[value]
@@ -197,8 +195,8 @@ def _row(
         dtype=str(aval.dtype),
         nbytes=program.nbytes(value),
         place="host" if value in kept.offload else "device",
-        needed=value in schedule(split, kept.names, wanted).used,
-        saves_flops=alone.flops - flops,
+        needed=value in plan.used,
+        saves_flops=alone.flops - plan.flops,
         with_kernel=value in kept.with_kernel,
     )
 
