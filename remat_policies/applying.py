@@ -6,7 +6,7 @@ Does not belong here: Flax.
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,9 +20,11 @@ from remat_policies.linearized import linearize
 from remat_policies.naming import named
 from remat_policies.policies import Policy, lowered
 from remat_policies.presets import full, preset
+from remat_policies.watching import Place, saw
 
 Function = Callable[..., Any]
 Body = Callable[[Any, Any], tuple[Any, Any]]
+Segments = list[tuple[Policy | str, int]] | tuple[tuple[Policy | str, int], ...]
 
 
 def remat(
@@ -30,6 +32,7 @@ def remat(
     policy: Policy | str,
     *,
     in_scan: bool = False,
+    length: int | None = None,
     static: str | Iterable[str] = (),
 ) -> Function:
     """The same function, whose backward pass keeps what the policy says.
@@ -44,6 +47,7 @@ def remat(
         in_scan: It is the body of a loop of more than one round (`jax.lax.scan`). XLA
             then cannot undo the policy by itself, and need not be kept from it, which
             costs memory. Outside a loop it would, in silence.
+        length: Rounds of that loop, if it is known: `fit` counts layers by them.
         static: Names of arguments that are no arrays, as for `jax.jit`.
 
     Raises:
@@ -65,16 +69,17 @@ def remat(
         )
     fixed = static_names(static)
     signature = inspect.signature(fn) if fixed else None
+    place = Place(in_scan=in_scan, length=length)
     if signature is not None:
         check_static(signature, fixed)
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         if signature is None:
-            return apply(fn, chosen, args, kwargs, in_scan=in_scan)
+            return apply(fn, chosen, args, kwargs, place)
         held, rest = split_static(signature, fixed, args, kwargs)
         whole = functools.partial(call_by_name, signature, fn, held)
-        return apply(whole, chosen, (rest,), {}, in_scan=in_scan)
+        return apply(whole, chosen, (rest,), {}, place)
 
     return run
 
@@ -83,7 +88,7 @@ def scan_layers(
     body: Body,
     init: Any,
     layers: Any,
-    policy: Policy | str,
+    policy: Policy | str | Segments,
     *,
     every: int | Literal["sqrt"] = 1,
 ) -> tuple[Any, Any]:
@@ -98,14 +103,16 @@ def scan_layers(
         body: From (carry, one layer) to (carry, output), as for `jax.lax.scan`.
         init: The first layer's input.
         layers: Pytree of arrays with a leading axis of layers.
-        policy: For each layer; a policy, or the name of a preset.
+        policy: For each layer; a policy, or the name of a preset. Or several, each with
+            the number of layers that it is for, such as `Mixture.policies`.
         every: Layers in a segment; `"sqrt"` is the root of their number.
 
     Returns:
         The last carry, and all outputs stacked.
 
     Raises:
-        InvalidInputError: No layers, layers of different number, or `every` < 1.
+        InvalidInputError: No layers, layers of different number, `every` < 1, or
+            policies for another number of layers.
         UnknownNameError: As `remat`.
 
     Example:
@@ -116,13 +123,16 @@ def scan_layers(
         (1, 2)
     """
     count = _layer_count(layers)
+    if isinstance(policy, (list, tuple)):
+        return _scan_segments(body, init, layers, policy, count, every)
     size = math.isqrt(count - 1) + 1 if every == "sqrt" else every
     if not isinstance(size, int) or size < 1:
         raise InvalidInputError(
             f"a segment has at least one layer, or 'sqrt': {every!r}"
         )
     size = min(size, count)
-    inner = remat(body, policy, in_scan=(count if size == 1 else size) > 1)
+    rounds = count if size == 1 else size
+    inner = remat(body, policy, in_scan=rounds > 1, length=rounds)
     if size == 1:
         return jax.lax.scan(inner, init, layers)
     segments, rest = divmod(count, size)
@@ -144,8 +154,37 @@ def scan_layers(
         return carry, outputs
     last = jax.tree.map(lambda leaf: leaf[segments * size :], layers)
     carry, more = jax.checkpoint(segment, policy=lowered(full))(carry, last)
-    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, more)
-    return carry, joined
+    return carry, _joined([outputs, more])
+
+
+def _scan_segments(
+    body: Body,
+    init: Any,
+    layers: Any,
+    policies: Segments,
+    count: int,
+    every: object,
+) -> tuple[Any, Any]:
+    """One scan after the other, each over its own layers with its own policy."""
+    lengths = [length for _, length in policies]
+    if every != 1 or sum(lengths) != count or min(lengths, default=0) < 1:
+        raise InvalidInputError(
+            f"policies are for {lengths} layers, each at least one, of {count}; `every`"
+            " is for a single policy"
+        )
+    carry, outputs, start = init, [], 0
+    for policy, length in policies:
+        span = slice(start, start + length)
+        some = jax.tree.map(lambda leaf, span=span: leaf[span], layers)
+        carry, more = scan_layers(body, carry, some, policy)
+        outputs.append(more)
+        start += length
+    return carry, _joined(outputs)
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Stacked outputs of scans that follow each other, as of one."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
 
 def apply(
@@ -153,8 +192,7 @@ def apply(
     policy: Policy,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    *,
-    in_scan: bool,
+    place: Place,
 ) -> Any:
     """Call a function of pytrees of arrays under a policy."""
     if not policy.remat:
@@ -163,11 +201,12 @@ def apply(
     flat = [jnp.asarray(leaf) for leaf in leaves]
     with _compat.settled_remat():
         split = linearize(fn, flat, in_tree)
+        saw(split, policy, place)
         kept = choose(split, policy)
         checkpointed = jax.checkpoint(
             named(split, kept.marks),
             policy=lowered(kept.policy),
-            prevent_cse=not in_scan,
+            prevent_cse=not place.in_scan,
         )
         return jtu.tree_unflatten(split.out_tree, checkpointed(*split.outside, *flat))
 

@@ -88,6 +88,15 @@ def choose(split: Linearized, policy: Policy) -> Kept:
     return kept
 
 
+def has_names(split: Linearized, policy: Policy) -> bool:
+    """Whether the function has a value that a policy keeps, if it keeps any."""
+    try:
+        choose(split, policy.relaxed())
+    except UnknownNameError:
+        return False
+    return True
+
+
 def unused(split: Linearized, kept: Kept) -> list[str]:
     """Names of kept values that the backward pass does not read."""
     found, _, _ = reach(split, kept.names, split.residuals)
@@ -99,22 +108,27 @@ def _mark(name: str) -> str:
     return f"{AUTO}kept/{name}"
 
 
-def _known(split: Linearized) -> dict[str, list[int]]:
-    """Values by name, those that the function itself named first."""
-    program = split.program
+def own_names(split: Linearized) -> dict[str, list[int]]:
+    """The values that the function itself names, by name."""
     known: dict[str, list[int]] = {}
-    for value, given in program.names.items():
+    for value, given in split.program.names.items():
         for name in given:
             known.setdefault(name, []).append(origin(split, value))
+    return known
+
+
+def _known(split: Linearized) -> dict[str, list[int]]:
+    """Values by name, those that the function itself named first."""
+    known = own_names(split)
     if LAYER_INPUT not in known:
-        found = _layer_input(split)
+        found = layer_input(split)
         known |= {LAYER_INPUT: found} if found else {}
-    for value, name in automatic_names(program).items():
+    for value, name in automatic_names(split.program).items():
         known.setdefault(name, []).append(value)
     return known
 
 
-def _layer_input(split: Linearized) -> list[int]:
+def layer_input(split: Linearized) -> list[int]:
     """The argument that is what the block gives: the one of its shape, if it is one.
 
     It has to be known by name to be offloaded. A block that names its own output gains

@@ -3,13 +3,18 @@
 Counted as XLA's cost analysis counts: two for each multiply-add of a matrix product,
 one for each element of arithmetic, none for moving data. XLA counts nothing for a
 compiled kernel; here it counts what the kernel says of itself or, for attention, what
-its shapes say. Does not belong here: what is run.
+its shapes and its mask say. Does not belong here: what is run.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from remat_policies import _compat
+from remat_policies.program import Program, Step
 
 _MOVES = frozenset(
     {
@@ -37,6 +42,16 @@ _MOVES = frozenset(
     }
 )
 """Primitives that compute nothing."""
+
+
+def step_flops(program: Program, step: Step) -> float:
+    """Operations of one step; of attention only those that its mask leaves."""
+    if step.kind == "kernel":
+        constants = [program.constants.get(value) for value in step.inputs]
+        estimate = _kernel_flops(step.equation, constants)
+        if estimate is not None:
+            return estimate
+    return flops(step.equation)
 
 
 def flops(equation: _compat.Equation) -> float:
@@ -102,25 +117,28 @@ def _shard_count(equation: Any) -> int:
     return math.prod(size for axis, size in mesh.shape.items() if axis in manual)
 
 
-def _kernel_flops(equation: Any) -> float | None:
+def _kernel_flops(equation: Any, constants: Sequence[Any] = ()) -> float | None:
     """Of a compiled kernel; None for any other equation."""
     if equation.primitive.name == "pallas_call":
         stated = equation.params.get("cost_estimate")
         if stated is not None and stated.flops:
             return float(stated.flops)
-        return _attention_flops(equation)
+        return _attention_flops(equation, _splash_share(equation, constants))
     if equation.primitive.name == "dot_product_attention_fwd_wrapper":
-        return _attention_flops(equation)
+        return _attention_flops(equation, _cudnn_share(equation))
     return None
 
 
-def _attention_flops(equation: Any) -> float | None:
-    """As if the first three large operands were queries, keys and values.
+def _attention_flops(equation: Any, share: float) -> float | None:
+    """As if the first two large operands were queries and keys.
 
-    Two products, over all pairs: a causal kernel that leaves out half of them is
-    counted as if it did not.
+    Two products, over the share of all pairs that the mask leaves.
     """
-    large = [var.aval for var in equation.invars if len(var.aval.shape) >= 3]
+    large = [
+        var.aval
+        for var in equation.invars
+        if len(var.aval.shape) >= 3 and jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    ]
     if len(large) < 2:
         return None
     query, key = large[0], large[1]
@@ -130,4 +148,26 @@ def _attention_flops(equation: Any) -> float | None:
     else:
         pairs = query.shape[-2] * key.shape[-2]
         heads = math.prod(query.shape[:-2])
-    return float(4 * heads * pairs * query.shape[-1])
+    return float(4 * heads * pairs * share * query.shape[-1])
+
+
+def _splash_share(equation: Any, constants: Sequence[Any]) -> float:
+    """Of the blocks of queries and keys, those that splash attention computes.
+
+    Its first operands are tables of int8, one entry for each block: where its data are,
+    and whether it is left out (0), masked (1) or whole (2).
+    """
+    if not str(equation.params.get("name", "")).startswith("splash"):
+        return 1.0
+    tables = [
+        np.asarray(one)
+        for one in constants
+        if one is not None and jnp.result_type(one) == jnp.int8 and jnp.ndim(one) == 3
+    ]
+    return float(np.mean(tables[1] != 0)) if len(tables) > 1 else 1.0
+
+
+def _cudnn_share(equation: Any) -> float:
+    """Of the pairs of queries and keys, those that cuDNN's mask leaves."""
+    mask = str(equation.params.get("mask_type", ""))
+    return 0.5 if "CAUSAL" in mask.upper() else 1.0

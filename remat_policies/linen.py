@@ -19,6 +19,7 @@ from remat_policies.applying import (
 )
 from remat_policies.errors import InvalidInputError
 from remat_policies.policies import Policy
+from remat_policies.watching import Place
 
 
 def remat(
@@ -26,6 +27,7 @@ def remat(
     policy: Policy | str,
     *,
     in_scan: bool = False,
+    length: int | None = None,
     static: str | Iterable[str] = (),
     methods: Iterable[str] | None = None,
 ) -> Any:
@@ -39,6 +41,7 @@ def remat(
         policy: A policy, or the name of a preset.
         in_scan: `nn.scan` with more than one round is put around it; see
             `remat_policies.remat`.
+        length: Rounds of that loop, if it is known: `fit` counts layers by them.
         static: Names of arguments that are no arrays, such as `train`. (Flax's own
             counts positions, `self` included.)
         methods: Names of the methods meant; None is `__call__` alone.
@@ -63,7 +66,7 @@ def remat(
         checkpoint,
         target,
         policy=as_policy(policy),
-        in_scan=in_scan,
+        place=Place(in_scan=in_scan, length=length),
         signature=_signature(target, fixed),
         static=fixed,
         methods=None if methods is None else tuple(methods),
@@ -92,7 +95,7 @@ def scan_layers(
         **options: Others of `nn.scan`.
     """
     return nn.scan(
-        remat(block, policy, in_scan=length > 1, static=static),
+        remat(block, policy, in_scan=length > 1, length=length, static=static),
         variable_axes={"params": 0} if variable_axes is None else variable_axes,
         split_rngs={True: True} if split_rngs is None else split_rngs,
         length=length,
@@ -117,7 +120,7 @@ def checkpoint(
     fn: Any,
     *,
     policy: Policy,
-    in_scan: bool,
+    place: Place,
     signature: inspect.Signature | None,
     static: tuple[str, ...],
 ) -> Any:
@@ -141,6 +144,6 @@ def checkpoint(
             y = fn(scope, *args, **kwargs, **held)
             return y, repack_fn(scope)
 
-        return apply(pure, policy, (variables, rngs, *args), kwargs, in_scan=in_scan)
+        return apply(pure, policy, (variables, rngs, *args), kwargs, place)
 
     return lift.pack(inner, (True,), (True,), (True,), name="remat", enable_kwargs=True)

@@ -45,7 +45,10 @@ def named(split: Linearized, names: Mapping[int, str]) -> Callable[..., list[Any
 
 
 def evaluate(
-    program: Program, args: Sequence[Any], names: Mapping[int, str]
+    program: Program,
+    args: Sequence[Any],
+    names: Mapping[int, str],
+    also: Sequence[int] = (),
 ) -> list[Any]:
     """Run a program's steps; each value that has a name here gets it when it is made.
 
@@ -53,6 +56,7 @@ def evaluate(
         program: What to run.
         args: Its arguments, flat.
         names: By number of value.
+        also: Numbers of values that are returned after the results.
     """
     values: dict[int, Any] = dict(program.constants)
 
@@ -67,7 +71,7 @@ def evaluate(
         found = _compat.evaluate(step.jaxpr, step.equation, inputs)
         for number, value in zip(step.outputs, found, strict=True):
             put(number, value)
-    return [values[number] for number in program.outputs]
+    return [values[number] for number in (*program.outputs, *also)]
 
 
 def _with_derivative(

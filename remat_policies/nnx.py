@@ -20,6 +20,7 @@ from remat_policies.applying import (
     static_names,
 )
 from remat_policies.policies import Policy
+from remat_policies.watching import Place
 
 _TAG = "remat_policies"
 
@@ -29,6 +30,7 @@ def remat(
     policy: Policy | str,
     *,
     in_scan: bool = False,
+    length: int | None = None,
     static: str | Iterable[str] = (),
 ) -> Callable[..., Any]:
     """`flax.nnx.remat` with a policy of this package.
@@ -41,6 +43,7 @@ def remat(
         policy: A policy, or the name of a preset.
         in_scan: It is the body of `nnx.scan` with more than one round; see
             `remat_policies.remat`.
+        length: Rounds of that loop, if it is known: `fit` counts layers by them.
         static: Names of arguments that are no arrays, such as `train`.
 
     Raises:
@@ -63,6 +66,7 @@ def remat(
     unbound = getattr(fn, "__func__") if bound else fn  # noqa: B009
     signature = inspect.signature(unbound)
     check_static(signature, fixed)
+    place = Place(in_scan=in_scan, length=length)
 
     @functools.wraps(unbound)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +77,7 @@ def remat(
         merged = general.merge_inputs(by_name, ctxtag=_TAG)
 
         def checkpointed(*args: Any) -> Any:
-            return apply(merged, chosen, args, {}, in_scan=in_scan)
+            return apply(merged, chosen, args, {}, place)
 
         through = general.split_inputs(checkpointed, ctxtag=_TAG)
         return nnx.update_context(_TAG)(through)(rest)
@@ -91,6 +95,6 @@ def scan_layers(
         policy: For each block; a policy, or the name of a preset.
         length: How many blocks there are.
     """
-    body = remat(fn, policy, in_scan=length > 1)
+    body = remat(fn, policy, in_scan=length > 1, length=length)
     axes = (nnx.StateAxes([(..., 0)]), nnx.Carry)
     return nnx.scan(body, in_axes=axes, out_axes=nnx.Carry)

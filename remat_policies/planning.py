@@ -1,287 +1,292 @@
-"""The policy that runs least again within a number of bytes: an exact choice.
+"""The policy that runs least again within a memory budget.
 
-Which values to keep and which steps to run again is a mixed-integer linear program over
-the block's own graph: a step that runs again needs each of its inputs kept or made
-again, and so does the backward pass. It is solved by HiGHS (scipy). Does not belong
-here: deriving the bytes from a device, compilers.
+Does not belong here: the problem and its solution (see `solving`), curves and mixtures
+of plans (see `frontiers`), compilers (see `fitting`).
 """
 
-import dataclasses
-import itertools
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
 
-import numpy as np
-from scipy import optimize, sparse
-
-from remat_policies import costs
+from remat_policies.budgets import as_device, device_named, no_room, parse_bytes, room
+from remat_policies.devices import Device
 from remat_policies.errors import InvalidInputError
 from remat_policies.linearized import Linearized
-from remat_policies.policies import Policy, from_json, names
-from remat_policies.program import automatic_names
+from remat_policies.plans import Plan
+from remat_policies.policies import names
 from remat_policies.residuals import asked_for, split_at
 from remat_policies.schedule import needed, schedule
+from remat_policies.shards import bytes_on_each, device_count
+from remat_policies.solving import Kept, Limits, Problem
 
-_EXACT = 1e-6
-"""A share of the best cost; solutions closer than this are as good."""
+WORTH = 8.0
+"""FLOPs that a kept byte saves at least. In the time in which an accelerator reads or
+writes a byte it does some 250: what saves fewer is quicker to compute again, in one go
+with what reads it, than to keep."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What to keep of a block, and what that costs.
-
-    Attributes:
-        policy: An ordinary policy of names, for `remat_policies.remat`.
-        budget_bytes: What it was made for.
-        device_bytes: What it keeps; a scan over layers keeps as much for each layer.
-        recompute_flops: What the backward pass runs again.
-        forward_flops: Operations of the forward pass.
-        gap: By how large a share a better plan could be better; 0 if none is.
-    """
-
-    policy: Policy
-    budget_bytes: int
-    device_bytes: int
-    recompute_flops: float
-    forward_flops: float
-    gap: float
-
-    def explain(self) -> str:
-        """What it keeps and runs again, in plain words."""
-        share = self.recompute_flops / self.forward_flops if self.forward_flops else 0
-        words = (
-            f"Keeps {len(self.policy.save)} values, {self.device_bytes / 1e6:.2f} of"
-            f" {self.budget_bytes / 1e6:.2f} MB, and runs {share:.1%} of a forward pass"
-            " again"
-        )
-        if self.gap > _EXACT:
-            words += f"; the solver's time was up: at best {self.gap:.1%} less"
-        return f"{words}. Kept: {', '.join(self.policy.save) or 'nothing'}."
-
-    def to_json(self) -> str:
-        """A JSON document that `load_plan` reads."""
-        fields = dataclasses.asdict(self) | {
-            "policy": json.loads(self.policy.to_json())
-        }
-        return json.dumps(fields, indent=1)
+Budget = int | str | Device
+"""Bytes for each layer; "12GB" for all layers together; a device, or its name."""
 
 
-def load_plan(text: str) -> Plan:
-    """The plan that `Plan.to_json` wrote.
+class Asked(TypedDict, total=False):
+    """What can be asked of a plan beside its budget: arguments of `plan`."""
 
-    Raises:
-        InvalidInputError: The text is no such document.
-    """
-    try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InvalidInputError(f"not a plan in JSON: {error}") from error
-    wanted = {field.name for field in dataclasses.fields(Plan)}
-    if not isinstance(fields, dict) or set(fields) != wanted:
-        raise InvalidInputError(f"a plan has the fields {sorted(wanted)}: {text!r}")
-    return Plan(**fields | {"policy": from_json(json.dumps(fields["policy"]))})
+    layers: int
+    offload: bool
+    device: str | Device | None
+    host_budget: int | str | None
+    candidates: Literal["all", "named"]
+    wrt: Sequence[int] | None
+    resident_bytes: int | None
+    headroom: float
+    least_bytes: int
+    worth: float
 
 
 def plan(
     block: Callable[..., Any],
     *avals: Any,
-    budget_bytes: int,
+    budget: Budget,
+    layers: int = 1,
+    offload: bool = False,
+    device: str | Device | None = None,
+    host_budget: int | str | None = None,
+    candidates: Literal["all", "named"] = "all",
     wrt: Sequence[int] | None = None,
+    resident_bytes: int | None = None,
+    headroom: float = 0.06,
     least_bytes: int = 4096,
+    worth: float = WORTH,
     seconds: float = 20.0,
 ) -> Plan:
     """Choose what a block keeps so that it runs least again within a budget.
 
     Args:
-        block: A function of pytrees of arrays; nothing of it is computed.
-        *avals: Of the block: arrays or `jax.ShapeDtypeStruct`s.
-        budget_bytes: What it may keep besides its arguments.
+        block: One layer, a function of pytrees of arrays; nothing of it is computed.
+        *avals: Of the block: arrays or `jax.ShapeDtypeStruct`s. If they are sharded,
+            bytes are those on each device.
+        budget: What layers may keep beside their arguments: bytes for each; a text
+            such as "12GB" for all together; or a device, of which an estimate is made
+            as in `for_device` (`fit` asks the compiler).
+        layers: How many layers there are, one after the other.
+        offload: Values may be kept on the host, as many as are copied there while the
+            layer computes: a device's host link times a layer's forward time.
+        device: Whose rates count for that, if `budget` is none.
+        host_budget: What all layers may take of the host's memory; None: no limit.
+        candidates: "all" values, or only those "named" by the block.
         wrt: Positions of the arguments by which the derivative is taken; None: all.
-        least_bytes: Smaller values are kept only where the block names them.
+        resident_bytes: With a device: what else is there all the time. None: the
+            layers' weights and as much again for gradients.
+        headroom: With a device: share of its memory to leave free.
+        least_bytes: Smaller values are kept only where the block names them or where
+            they are made of larger ones.
+        worth: FLOPs that each byte kept has to save. 0 finds the least work whatever
+            it keeps, such as tables of cosines and masks.
         seconds: After that the best plan found so far is given, with its gap.
 
     Returns:
         The plan; its policy is for the same block at the same shapes.
 
     Raises:
-        InvalidInputError: A negative budget.
+        InvalidInputError: A negative or unreadable budget, no device to offload from.
+        OverBudgetError: Even with nothing kept the device has no room.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-        >>> found = plan(lambda x, w: jnp.sin(x @ w), w, w, budget_bytes=16384)
+        >>> found = plan(lambda x, w: jnp.sin(x @ w), w, w, budget=16384)
         >>> found.device_bytes, found.recompute_flops
         (16384, 0.0)
     """
-    (found,) = frontier(
+    layer, budget_bytes = asked_of(
         block,
-        *avals,
-        budgets=[budget_bytes],
+        avals,
+        budget,
+        layers=layers,
+        offload=offload,
+        device=device,
+        host_budget=host_budget,
+        candidates=candidates,
         wrt=wrt,
+        resident_bytes=resident_bytes,
+        headroom=headroom,
         least_bytes=least_bytes,
-        seconds=seconds,
+        worth=worth,
     )
-    return found
+    return layer.plan(budget_bytes, seconds)
 
 
-def frontier(
-    block: Callable[..., Any],
-    *avals: Any,
-    budgets: Sequence[int],
-    wrt: Sequence[int] | None = None,
-    least_bytes: int = 4096,
-    seconds: float = 20.0,
-) -> tuple[Plan, ...]:
-    """A plan for each budget: how much less is run again for how many more bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A block with what is asked of it: a problem to be solved for any budget.
 
-    Args:
-        block: As for `plan`.
-        *avals: Of the block.
-        budgets: In bytes.
-        wrt: As for `plan`.
-        least_bytes: As for `plan`.
-        seconds: For each budget.
-
-    Raises:
-        InvalidInputError: A negative budget.
+    Attributes:
+        problem: The block's.
+        layers: How many there are of it.
+        forward_flops: Operations of its forward pass.
+        host_bytes: What each may keep on the host.
     """
-    for budget in budgets:
-        if budget < 0:
-            raise InvalidInputError(f"a budget is 0 bytes or more, not {budget}")
+
+    problem: Problem
+    layers: int
+    forward_flops: float
+    host_bytes: int
+
+    def plan(self, budget_bytes: int, seconds: float) -> Plan:
+        """The best plan for so many bytes of a layer."""
+        limits = Limits(device_bytes=budget_bytes, host_bytes=self.host_bytes)
+        kept, gap = self.problem.best(limits, seconds)
+        return self.plan_of(kept, budget_bytes, gap)
+
+    def neighbours(self, budget_bytes: int) -> tuple[Plan, Plan]:
+        """The plans on the convex hull below and above so many bytes of a layer."""
+        limits = Limits(device_bytes=budget_bytes, host_bytes=self.host_bytes)
+        _, *found = self.problem.hull(limits)
+        below, above = (self.plan_of(one, one.device_bytes, 0.0) for one in found)
+        return below, above
+
+    def plan_of(self, kept: Kept, budget_bytes: int, gap: float) -> Plan:
+        """A choice of values as a plan."""
+        called = self.problem.names
+        return Plan(
+            policy=names(
+                save=[called[value] for value in sorted(kept.save)],
+                offload=[called[value] for value in sorted(kept.offload)],
+            ),
+            layers=self.layers,
+            budget_bytes=budget_bytes,
+            device_bytes=kept.device_bytes,
+            host_bytes=kept.host_bytes,
+            recompute_flops=kept.flops,
+            forward_flops=self.forward_flops,
+            gap=gap,
+        )
+
+
+def asked_of(
+    block: Callable[..., Any],
+    avals: Sequence[Any],
+    budget: Budget,
+    *,
+    layers: int = 1,
+    offload: bool = False,
+    device: str | Device | None = None,
+    host_budget: int | str | None = None,
+    candidates: Literal["all", "named"] = "all",
+    wrt: Sequence[int] | None = None,
+    resident_bytes: int | None = None,
+    headroom: float = 0.06,
+    least_bytes: int = 4096,
+    worth: float = WORTH,
+) -> tuple[Layer, int]:
+    """A block as a problem, and its budget in bytes; arguments as for `plan`."""
+    if candidates not in ("all", "named"):
+        raise InvalidInputError(
+            f"candidates are 'all' values or those 'named', not {candidates!r}"
+        )
     split = split_at(block, avals, {})
     wanted = needed(split, asked_for(avals, {}, wrt))
-    problem = _Problem(split, wanted, least_bytes)
-    forward = schedule(split, (), split.outputs).flops
-    found = []
-    for budget in budgets:
-        kept, gap = problem.solve(budget, seconds)
-        # What a solver gives is not believed: bytes and work are counted again.
-        counted = schedule(split, kept, wanted)
-        used = sorted(counted.used)
-        found.append(
-            Plan(
-                policy=names(save=[problem.names[value] for value in used]),
-                budget_bytes=budget,
-                device_bytes=sum(map(split.program.nbytes, used)),
-                recompute_flops=counted.flops,
-                forward_flops=forward,
-                gap=gap,
-            )
-        )
-    return tuple(found)
+    sizes = bytes_on_each(split, avals)
+    target = device_named(budget)
+    layer = layer_of(
+        split,
+        wanted,
+        layers=layers,
+        sizes=sizes,
+        device_count=device_count(avals),
+        rates=_rates(target, device) if offload else None,
+        host_budget=host_budget,
+        named_only=candidates == "named",
+        least_bytes=least_bytes,
+        worth=worth,
+    )
+    if target is None:
+        return layer, _for_each(budget, layers)
+    there_is = room(
+        target,
+        split,
+        layers,
+        wanted=wanted,
+        resident_bytes=resident_bytes,
+        headroom=headroom,
+        sizes=sizes,
+    )
+    budget_bytes = there_is.available_bytes // layers - there_is.input_bytes
+    if budget_bytes < 0 and not offload:
+        raise no_room(target, there_is, layers)
+    return layer, budget_bytes
 
 
-class _Problem:
-    """The linear program of one block; only its budget changes.
+def layer_of(
+    split: Linearized,
+    wanted: frozenset[int],
+    *,
+    layers: int,
+    sizes: Mapping[int, int],
+    device_count: int,
+    rates: Device | None,
+    host_budget: int | str | None,
+    named_only: bool = False,
+    least_bytes: int = 4096,
+    worth: float = WORTH,
+) -> Layer:
+    """A split block as a problem.
 
-    Variables are first one for each step that may run again, in [0, 1], then one for
-    each value that may be kept, 0 or 1.
+    Args:
+        split: The block.
+        wanted: Numbers of the values that its backward pass reads.
+        layers: How many there are of it.
+        sizes: Bytes of values on each device, where they are not whole there.
+        device_count: Over how many devices a layer's work is spread.
+        rates: Whose host link values may be offloaded by; None: they may not.
+        host_budget: As for `plan`.
+        named_only: Only values that the block names are candidates.
+        least_bytes: As for `plan`.
+        worth: As for `plan`.
     """
+    if layers < 1:
+        raise InvalidInputError(f"at least one layer, not {layers}")
+    forward = schedule(split, (), split.outputs).flops
+    host_bytes = 0
+    if rates is not None:
+        # What the link takes while the layer computes, at its fastest.
+        seconds = forward / device_count / rates.matmul_flops_per_second
+        host_bytes = int(rates.host_bytes_per_second * seconds)
+        if host_budget is not None:
+            host_bytes = min(host_bytes, _for_each(host_budget, layers))
+    problem = Problem(
+        split,
+        wanted,
+        least_bytes=least_bytes,
+        worth=worth,
+        named_only=named_only,
+        offload=rates is not None,
+        sizes=sizes,
+    )
+    return Layer(
+        problem=problem, layers=layers, forward_flops=forward, host_bytes=host_bytes
+    )
 
-    def __init__(
-        self, split: Linearized, wanted: frozenset[int], least_bytes: int
-    ) -> None:
-        program = split.program
-        self.producers = program.producers()
-        self.steps = _behind(split, wanted)
-        self.names = _names(split)
-        self.values = [
-            value
-            for step in self.steps
-            for value in program.steps[step].outputs
-            if program.nbytes(value) >= least_bytes
-            or value in program.names
-            or program.steps[step].kind == "kernel"
-        ]
-        self.step_at = {step: at for at, step in enumerate(self.steps)}
-        self.value_at = {
-            value: len(self.steps) + at for at, value in enumerate(self.values)
-        }
-        self.count = len(self.steps) + len(self.values)
-        self.cost = np.zeros(self.count)
-        self.sizes = np.zeros(self.count)
-        for step, at in self.step_at.items():
-            self.cost[at] = costs.flops(program.steps[step].equation)
-        for value, at in self.value_at.items():
-            self.sizes[at] = program.nbytes(value)
-        self.rows = self._rows(split, wanted)
 
-    def _rows(
-        self, split: Linearized, wanted: frozenset[int]
-    ) -> list[tuple[dict[int, float], float]]:
-        """Each a sum of variables, by place, that is at least a number."""
-        rows = [(self._there(value), 1.0) for value in wanted if self._made(value)]
-        for step, at in self.step_at.items():
-            made = split.program.steps[step]
-            inputs = [value for value in sorted(set(made.inputs)) if self._made(value)]
-            rows += [(self._there(value) | {at: -1.0}, 0.0) for value in inputs]
-            if made.kind == "kernel":
-                # As `choosing` does: all that the backward pass reads of it, or none.
-                read = [value for value in made.outputs if value in wanted]
-                places = [
-                    self.value_at[value] for value in read if value in self.value_at
-                ]
-                for one, two in itertools.permutations(places, 2):
-                    rows.append(({one: 1.0, two: -1.0}, 0.0))
-        return rows
-
-    def _made(self, value: int) -> bool:
-        return value in self.producers
-
-    def _there(self, value: int) -> dict[int, float]:
-        """Kept, or made again."""
-        found = {self.step_at[self.producers[value]]: 1.0}
-        if value in self.value_at:
-            found[self.value_at[value]] = 1.0
-        return found
-
-    def solve(self, budget: int, seconds: float) -> tuple[set[int], float]:
-        """Numbers of the values to keep, and by what share they could be better."""
-        if not self.values or not self.rows:
-            return set(), 0.0
-        cells = [
-            (row, at, factor)
-            for row, (sums, _) in enumerate(self.rows)
-            for at, factor in sums.items()
-        ]
-        places, columns, factors = zip(*cells, strict=True)
-        sums = sparse.csr_array(
-            (factors, (places, columns)), shape=(len(self.rows), self.count)
+def _rates(target: Device | None, device: str | Device | None) -> Device:
+    """The device by whose rates values are offloaded."""
+    if device is not None:
+        return as_device(device)
+    if target is None:
+        raise InvalidInputError(
+            "how much can be offloaded depends on the link to the host: give"
+            " device='v5e' (or another) with offload=True"
         )
-        scale = self.cost.max() or 1.0
-        size = max(float(budget), 1.0)
-        # Of plans that cost the same, the one that keeps least: less than any equation.
-        spare = 1e-9 * self.sizes / max(self.sizes.sum(), 1.0)
-        found = optimize.milp(
-            self.cost / scale + spare,
-            constraints=[
-                optimize.LinearConstraint(sums, [least for _, least in self.rows]),
-                optimize.LinearConstraint(
-                    sparse.csr_array(self.sizes[None] / size), -np.inf, budget / size
-                ),
-            ],
-            integrality=np.arange(self.count) >= len(self.steps),
-            bounds=optimize.Bounds(0, 1),
-            options={"time_limit": seconds, "mip_rel_gap": _EXACT},
+    return target
+
+
+def _for_each(budget: object, layers: int) -> int:
+    """Bytes for each layer: a number is that, a text is for all together."""
+    if isinstance(budget, str):
+        return parse_bytes(budget) // layers
+    if not isinstance(budget, int) or budget < 0:
+        raise InvalidInputError(
+            f"a budget is 0 bytes or more, a text such as '12GB' or a device, not"
+            f" {budget!r}"
         )
-        if found.x is None:
-            return set(), 1.0
-        kept = {value for value, at in self.value_at.items() if found.x[at] > 0.5}
-        return kept, float(found.mip_gap or 0.0)
-
-
-def _behind(split: Linearized, wanted: frozenset[int]) -> list[int]:
-    """The steps that the backward pass would run again if nothing were kept."""
-    return list(schedule(split, (), wanted).rerun)
-
-
-def _names(split: Linearized) -> dict[int, str]:
-    """A name that means each value alone: the block's own where it gives one."""
-    given: dict[str, list[int]] = {}
-    for value, own in split.program.names.items():
-        for name in own:
-            given.setdefault(name, []).append(value)
-    alone = {values[0]: name for name, values in given.items() if len(values) == 1}
-    return automatic_names(split.program) | alone
+    return budget

@@ -87,7 +87,7 @@ def schedule(
         used=used,
         arguments=arguments,
         rerun=rerun,
-        flops=math.fsum(costs.flops(steps[one].equation) for one in rerun),
+        flops=math.fsum(costs.step_flops(split.program, steps[one]) for one in rerun),
     )
 
 

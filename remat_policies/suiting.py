@@ -8,12 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
-from remat_policies.choosing import choose
-from remat_policies.devices import Device, device
-from remat_policies.errors import InvalidInputError, OverBudgetError, UnknownNameError
-from remat_policies.linearized import Linearized
+from remat_policies.budgets import as_device, gigabytes, no_room, room
+from remat_policies.choosing import has_names
+from remat_policies.devices import Device
 from remat_policies.policies import Policy
 from remat_policies.presets import PRESETS
 from remat_policies.residuals import Residuals, residuals_of, split_at
@@ -77,20 +74,23 @@ def for_device(
         >>> choice.policy
         none
     """
-    chosen = device(target) if isinstance(target, str) else target
-    if layers < 1:
-        raise InvalidInputError(f"at least one layer, not {layers}")
+    chosen = as_device(target)
     split = split_at(block, avals, {})
-    found = {name: _of(split, preset) for name, preset in PRESETS.items()}
-    there = {name: one for name, one in found.items() if one is not None}
-    whole, input_bytes = there["none"], max(map(split.program.nbytes, split.outputs))
-    if resident_bytes is None:
-        weights = sum(
-            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(avals)
-        )
-        resident_bytes = 2 * layers * (weights - input_bytes)
-    working = whole.device_bytes
-    available = int(chosen.hbm_bytes * (1 - headroom)) - resident_bytes - working
+    there_is = room(
+        chosen,
+        split,
+        layers,
+        wanted=frozenset(split.residuals),
+        resident_bytes=resident_bytes,
+        headroom=headroom,
+    )
+    input_bytes, available = there_is.input_bytes, there_is.available_bytes
+    there = {
+        name: residuals_of(split, preset, frozenset(split.residuals), tokens=1)
+        for name, preset in PRESETS.items()
+        if has_names(split, preset)
+    }
+    whole = there["none"]
     layer_seconds = whole.forward_flops / chosen.matmul_flops_per_second
     hidden_bytes = int(chosen.host_bytes_per_second * layer_seconds)
     fitting = [
@@ -100,16 +100,7 @@ def for_device(
         and one.host_bytes <= hidden_bytes
     ]
     if not fitting:
-        needed = resident_bytes + working + layers * input_bytes
-        raise OverBudgetError(
-            f"even `full` does not fit a {chosen.name}: {_gb(resident_bytes)} are"
-            f" resident, one layer's backward pass takes {_gb(working)} and {layers}"
-            f" layers' inputs {_gb(layers * input_bytes)}, of {_gb(chosen.hbm_bytes)}."
-            " Take a smaller batch, segments of layers (scan_layers(every='sqrt')),"
-            " more devices, or a larger one.",
-            required_bytes=needed,
-            available_bytes=chosen.hbm_bytes,
-        )
+        raise no_room(chosen, there_is, layers)
     order = list(PRESETS)
     best = min(
         fitting, key=lambda name: (there[name].recompute_flops, -order.index(name))
@@ -122,16 +113,6 @@ def for_device(
         host_bytes=layers * there[best].host_bytes,
         recompute_flops=there[best].recompute_flops,
     )
-
-
-def _of(split: Linearized, preset: Policy) -> Residuals | None:
-    """What a block keeps under a preset; None where it has none of its names."""
-    try:
-        if preset.remat:
-            choose(split, preset)
-    except UnknownNameError:
-        return None
-    return residuals_of(split, preset, frozenset(split.residuals), tokens=1)
 
 
 def _reason(
@@ -150,13 +131,13 @@ def _reason(
     one = there[best]
     share = one.recompute_flops / one.forward_flops if one.forward_flops else 0.0
     words = (
-        f"{best} keeps {_gb(kept(best))} of the {_gb(available)} that a {chosen.name}"
-        f" has left for {layers} layers, and runs {share:.0%} of a forward pass again"
+        f"{best} keeps {gigabytes(kept(best))} of the {gigabytes(available)} that a"
+        f" {chosen.name} has left for {layers} layers, and runs {share:.0%} of a forward pass again"
     )
     if one.host_bytes:
         words += (
-            f"; {_gb(layers * one.host_bytes)} go to the host, a layer's share while"
-            " that layer computes"
+            f"; {gigabytes(layers * one.host_bytes)} go to the host, a layer's share"
+            " while that layer computes"
         )
     better = [
         name
@@ -166,10 +147,7 @@ def _reason(
     if better:
         least = min(better, key=kept)
         words += (
-            f"; {least}, the next that runs less again, would keep {_gb(kept(least))}"
+            f"; {least}, the next that runs less again, would keep"
+            f" {gigabytes(kept(least))}"
         )
     return words + "."
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"

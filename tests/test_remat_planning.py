@@ -1,11 +1,13 @@
 """Plans: the best there is, in bytes that are jax's, never worse than a preset."""
 
+import dataclasses
 import functools
 import itertools
 import json
 
 import jax
 import jax.numpy as jnp
+import matplotlib.image
 import pytest
 import test_remat_applying
 from hypothesis import given, settings
@@ -14,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from rematted import bytes_kept, in_gradient
 
 import remat_policies as rp
-from remat_policies.demo import TINY, TINY_ENCODER, TINY_MOE, pure
+from remat_policies import _compat, planning
+from remat_policies.demo import TINY, TINY_ENCODER, TINY_MOE, pure, values
 from remat_policies.residuals import split_at
 from remat_policies.schedule import schedule
 
@@ -60,7 +63,7 @@ def programs(draw):
 def test_no_choice_is_better(fn, budget):
     """Against all choices there are, one by one."""
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
-    found = rp.plan(fn, x, budget_bytes=budget, least_bytes=0)
+    found = rp.plan(fn, x, budget=budget, least_bytes=0, worth=0)
     split = split_at(fn, (x,), {})
     wanted = frozenset(split.residuals)
     made = sorted(split.program.producers())
@@ -86,7 +89,7 @@ def test_a_plan_is_never_worse_than_a_preset(kind):
     block, avals = of_block(kind)
     for name in ("full", "save_qkv_proj", "save_dot_except_mlp", "minimal"):
         preset = rp.report(block, *avals, policy=name).residuals
-        found = rp.plan(block, *avals, budget_bytes=preset.device_bytes)
+        found = rp.plan(block, *avals, budget=preset.device_bytes, worth=0)
         assert found.recompute_flops <= preset.recompute_flops
         assert found.device_bytes <= preset.device_bytes
         kept = bytes_kept(rp.remat(block, found.policy), *avals)
@@ -101,7 +104,7 @@ def test_between_presets_a_plan_is_better():
         for name in ("save_dot_with_context_except_mlp", "minimal_with_context")
     )
     budget = (less.device_bytes + more.device_bytes) // 2
-    found = rp.plan(block, *avals, budget_bytes=budget)
+    found = rp.plan(block, *avals, budget=budget)
     assert found.recompute_flops < 0.8 * less.recompute_flops
     assert found.device_bytes <= budget
 
@@ -111,7 +114,7 @@ def test_more_bytes_are_never_more_work():
     block, avals = of_block("dense")
     most = rp.report(block, *avals, policy="none").residuals.device_bytes
     budgets = [most * part // 8 for part in range(9)]
-    found = rp.frontier(block, *avals, budgets=budgets, least_bytes=0)
+    found = rp.frontier(block, *avals, budgets=budgets, least_bytes=0, worth=0).plans
     work = [one.recompute_flops for one in found]
     assert work == sorted(work, reverse=True)
     assert work[0] > 0 == work[-1]
@@ -125,7 +128,7 @@ def test_eight_layers_unrolled_are_one_problem():
     _, x = pure.avals(config, 2, 64)
     stack = functools.partial(pure.stack, config)
     one = rp.report(functools.partial(pure.apply, config), layers[0], x, policy="full")
-    found = rp.plan(stack, layers, x, budget_bytes=8 * 700_000)
+    found = rp.plan(stack, layers, x, budget=8 * 700_000)
     assert found.gap == 0
     assert 0 < found.recompute_flops < 8 * one.residuals.recompute_flops
 
@@ -138,8 +141,8 @@ def test_results_of_a_kernel_are_kept_together():
         return jnp.sin(out)
 
     q = k = jnp.linspace(0.0, 1.0, 8).reshape(2, 2, 2)
-    too_little = rp.plan(fn, q, k, budget_bytes=47, least_bytes=0)
-    enough = rp.plan(fn, q, k, budget_bytes=48, least_bytes=0)
+    too_little = rp.plan(fn, q, k, budget=47, least_bytes=0, worth=0)
+    enough = rp.plan(fn, q, k, budget=48, least_bytes=0, worth=0)
     assert in_gradient(rp.remat(fn, too_little.policy), "ffi_call", q, k) == 2
     assert in_gradient(rp.remat(fn, enough.policy), "ffi_call", q, k) == 1
     assert enough.device_bytes == 48
@@ -162,7 +165,7 @@ def test_a_kernel_of_which_one_result_is_read():
 
     attention.defvjp(forward, backward)
     q = k = jnp.linspace(0.0, 1.0, 8).reshape(2, 2, 2)
-    found = rp.plan(attention, q, k, budget_bytes=32, least_bytes=0)
+    found = rp.plan(attention, q, k, budget=32, least_bytes=0, worth=0)
     assert found.device_bytes == 32
     assert in_gradient(rp.remat(attention, found.policy), "ffi_call", q, k) == 1
 
@@ -174,8 +177,8 @@ def test_frozen_arguments_need_nothing():
     def fn(frozen, x):
         return (x * 2) @ frozen
 
-    assert rp.plan(fn, w, w, budget_bytes=0, wrt=[1]).recompute_flops == 0
-    assert rp.plan(fn, w, w, budget_bytes=0).recompute_flops == 64 * 64
+    assert rp.plan(fn, w, w, budget=0, wrt=[1]).recompute_flops == 0
+    assert rp.plan(fn, w, w, budget=0).recompute_flops == 64 * 64
 
 
 def test_names_of_the_block_are_used_where_they_mean_one_value():
@@ -183,13 +186,13 @@ def test_names_of_the_block_are_used_where_they_mean_one_value():
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
     def fn(x):
-        y = checkpoint_name(jnp.sin(x), "mine")
+        y = checkpoint_name(jnp.exp(x), "mine")
         z = checkpoint_name(jnp.sin(y.sum(0)), "small")
         return jnp.cos(y).sum() * jnp.exp(z).sum()
 
-    found = rp.plan(fn, x, budget_bytes=1 << 20, least_bytes=1 << 12)
+    found = rp.plan(fn, x, budget=1 << 20, worth=0)
     assert "mine" in found.policy.save
-    twice = rp.plan(lambda x: fn(fn(x) * x), x, budget_bytes=1 << 20)
+    twice = rp.plan(lambda x: fn(fn(x) * x), x, budget=1 << 20, worth=0)
     assert "mine" not in twice.policy.save
     assert any(name.startswith("rp/") for name in twice.policy.save)
 
@@ -197,7 +200,7 @@ def test_names_of_the_block_are_used_where_they_mean_one_value():
 def test_a_plan_is_words_and_json():
     """And the same plan again."""
     block, avals = of_block("dense")
-    found = rp.plan(block, *avals, budget_bytes=10**6)
+    found = rp.plan(block, *avals, budget=10**6)
     assert rp.load_plan(found.to_json()) == found
     for part in ("Keeps", "of 1.00 MB", "of a forward pass again", "Kept: "):
         assert part in found.explain()
@@ -206,14 +209,231 @@ def test_a_plan_is_words_and_json():
         rp.load_plan(json.dumps(worse | {"more": 1}))
     with pytest.raises(rp.InvalidInputError, match="not a plan in JSON"):
         rp.load_plan("{")
-    with pytest.raises(rp.InvalidInputError, match="0 bytes or more, not -1"):
-        rp.plan(block, *avals, budget_bytes=-1)
+    with pytest.raises(
+        rp.InvalidInputError, match=r"a budget is 0 bytes or more.*not -1"
+    ):
+        rp.plan(block, *avals, budget=-1)
 
 
-def test_a_solver_without_time_says_so():
-    """What it found by then, and how much better it could be."""
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_solver_without_time_says_how_far_off_it_may_be(kind):
+    """The relaxation is solved all the same: a plan within the gap of the best."""
+    block, avals = of_block(kind)
+    most = rp.report(block, *avals, policy="none").residuals.device_bytes
+    for part in (0, 5, 20, 60):
+        budget = most * part // 100
+        asked = {"budget": budget, "worth": 0}
+        hasty = rp.plan(block, *avals, **asked, seconds=0.0)
+        best = rp.plan(block, *avals, **asked)
+        assert hasty.device_bytes <= budget
+        assert best.gap == 0
+        assert best.recompute_flops >= hasty.recompute_flops * (1 - hasty.gap - 1e-5)
+        if hasty.gap:
+            assert "the solver's time was up" in hasty.explain()
+
+
+def test_what_is_quicker_to_compute_than_to_read_is_not_kept():
+    """Eight FLOPs for each byte, or as many as asked for."""
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def fn(x, w):
+        return jnp.sin(jnp.cos(x) @ w)
+
+    found = rp.plan(fn, x, x, budget=1 << 20)
+    assert found.device_bytes == 64 * 64 * 4  # the product, which sin's slope reads
+    assert 0 < found.recompute_flops < 3 * 64 * 64
+    everything = rp.plan(fn, x, x, budget=1 << 20, worth=0)
+    assert everything.recompute_flops == 0
+    assert rp.plan(fn, x, x, budget=1 << 20, worth=100).device_bytes == 0
+
+
+def test_small_results_of_large_values_are_kept():
+    """They are dear to make again."""
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+
+    def fn(x):
+        return jnp.sin((x @ x).sum()) * jnp.ones(4)
+
+    assert rp.plan(fn, x, budget=64).recompute_flops < 10
+
+
+def test_budgets_are_bytes_texts_and_devices():
+    """For each layer, for all together, and what a device has left."""
     block, avals = of_block("dense")
-    found = rp.plan(block, *avals, budget_bytes=10**6, seconds=0.0)
-    assert found.device_bytes <= 10**6
-    if found.gap:
-        assert "the solver's time was up" in found.explain()
+    each = rp.plan(block, *avals, budget=500_000)
+    whole = rp.plan(block, *avals, budget="2 MB", layers=4)
+    assert (each.policy, each.device_bytes) == (whole.policy, whole.device_bytes)
+    assert "for 4 layers" in whole.explain()
+    assert rp.plan(block, *avals, budget="1MiB").budget_bytes == 1 << 20
+    roomy = rp.plan(block, *avals, budget="v5e", layers=4)
+    assert roomy == rp.plan(block, *avals, budget=rp.device("v5e"), layers=4)
+    small = dataclasses.replace(rp.device("v5e"), hbm_bytes=int(17e6))
+    tight = rp.plan(block, *avals, budget=small, layers=4)
+    assert 0 <= tight.budget_bytes < 10**6 < roomy.budget_bytes
+    assert tight.recompute_flops > roomy.recompute_flops
+    with pytest.raises(rp.OverBudgetError, match="even `full` does not fit a v5e"):
+        rp.plan(block, *avals, budget=small, layers=4, resident_bytes=16 * 10**6)
+    for bad, text in {
+        "12 parsecs": "is no size: write one like '12GB'",
+        "v9": "is no size.*or the name of a device",
+        1.5: "a budget is 0 bytes or more.*not 1.5",
+    }.items():
+        with pytest.raises(rp.InvalidInputError, match=text):
+            rp.plan(block, *avals, budget=bad)
+    with pytest.raises(rp.InvalidInputError, match="at least one layer, not 0"):
+        rp.plan(block, *avals, budget=1, layers=0)
+    with pytest.raises(rp.InvalidInputError, match="'all' values or those 'named'"):
+        rp.plan(block, *avals, budget=1, candidates="mine")
+
+
+def test_only_named_values_where_that_is_asked_for():
+    """For a model that has its own names, and keeps them."""
+    block, avals = of_block("dense")
+    found = rp.plan(block, *avals, budget=10**7, candidates="named")
+    assert found.policy.save
+    assert set(found.policy.save) <= set(values.names(TINY))
+    assert found.recompute_flops > rp.plan(block, *avals, budget=10**7).recompute_flops
+
+
+def test_values_go_to_the_host_as_long_as_the_link_hides_it():
+    """No more than is copied while a layer computes, nor than the host has."""
+    config = dataclasses.replace(TINY, ffn_dim=4096)
+    block, avals = functools.partial(pure.apply, config), pure.avals(config, 4, 512)
+    device = dataclasses.replace(rp.device("v5e"), host_bytes_per_second=1e12)
+    asked = {"budget": 0, "layers": 4, "device": device}
+    without = rp.plan(block, *avals, budget=0)
+    found = rp.plan(block, *avals, offload=True, **asked)
+    assert found.policy.offload
+    assert found.recompute_flops < without.recompute_flops
+    assert found.device_bytes <= 0 < found.host_bytes
+    seconds = found.forward_flops / device.matmul_flops_per_second
+    assert found.host_bytes <= seconds * device.host_bytes_per_second
+    with _compat.settled_remat():
+        kept = bytes_kept(rp.remat(block, found.policy), *avals)
+    x = avals[1].size * avals[1].dtype.itemsize
+    assert kept == (0, found.host_bytes - x) or kept == (0, found.host_bytes)
+    for limit in ("0 MB", 0):
+        none = rp.plan(block, *avals, offload=True, host_budget=limit, **asked)
+        assert none.policy == without.policy
+    slow = dataclasses.replace(device, host_bytes_per_second=1.0)
+    assert not rp.plan(
+        block, *avals, budget=0, offload=True, device=slow
+    ).policy.offload
+    with pytest.raises(rp.InvalidInputError, match="give device='v5e'"):
+        rp.plan(block, *avals, budget=0, offload=True)
+
+
+def test_an_input_on_the_host_makes_room():
+    """Where not even the inputs of all layers fit."""
+    block, avals = of_block("dense")
+    x = avals[1].size * avals[1].dtype.itemsize
+    device = dataclasses.replace(rp.device("v5e"), host_bytes_per_second=1e12)
+    layer, _ = planning.asked_of(block, avals, 0, offload=True, device=device)
+    found = layer.plan(-x, 20.0)
+    assert "decoder_layer_input" in found.policy.offload
+    assert found.device_bytes <= -x
+    with pytest.raises(rp.OverBudgetError, match="the least that the block can keep"):
+        layer.plan(-x - 1, 20.0)
+
+
+def test_a_mixture_leaves_no_budget_over():
+    """Less than one layer's step is unused, and it runs less again than one plan."""
+    block, avals = of_block("dense")
+    layers, better = 12, 0
+    most = rp.report(block, *avals, policy="minimal").residuals.device_bytes
+    for part in range(1, 10):
+        asked = {"budget": most * part // 10, "layers": layers}
+        one = rp.plan(block, *avals, **asked)
+        found = rp.mix(block, *avals, **asked)
+        assert sum(each.layers for each in found.segments) == layers
+        assert found.device_bytes <= layers * asked["budget"]
+        assert found.recompute_flops <= layers * one.recompute_flops * (1 + 1e-5)
+        better += found.recompute_flops < 0.98 * layers * one.recompute_flops
+    assert better >= 3
+    assert "12 layers" in rp.mix(block, *avals, budget=0, layers=12).explain()
+
+
+def test_a_mixture_runs_in_two_scans():
+    """Gradients are those of the layers, bytes those that were promised."""
+    config = dataclasses.replace(TINY, dtype=jnp.float32)
+    block = functools.partial(pure.apply, config)
+    params = pure.init_stack(config, jax.random.key(0), 5)
+    x = jax.random.normal(jax.random.key(1), (2, 64, config.d_model))
+    found = rp.mix(block, *pure.avals(config, 2, 64), budget=600_000, layers=5)
+    assert len(found.segments) == 2
+
+    def body(x, w):
+        return block(w, x), x.sum()
+
+    def loss(policy, params, x):
+        y, sums = rp.scan_layers(body, x, params, policy)
+        return (y**2).mean() + sums.mean()
+
+    assert rp.load_plan(found.to_json()) == found
+    wanted = jax.jit(jax.grad(functools.partial(loss, "none")))(params, x)
+    got = jax.jit(jax.grad(functools.partial(loss, found.policies)))(params, x)
+    for left, right in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        assert jnp.abs(left - right).max() <= 1e-4 * jnp.abs(left).max()
+    for wrong in ([("full", 4)], [("full", 5), ("none", 0)], []):
+        with pytest.raises(rp.InvalidInputError, match=r"policies are for .* of 5"):
+            loss(wrong, params, x)
+    with pytest.raises(rp.InvalidInputError, match="`every` is for a single policy"):
+        rp.scan_layers(body, x, params, found.policies, every=2)
+
+
+def test_a_frontier_is_a_table_a_picture_and_json(tmp_path):
+    """With the presets that the block has."""
+    block, avals = of_block("dense")
+    curve = rp.frontier(block, *avals)
+    budgets = [one.budget_bytes for one in curve.plans]
+    assert budgets == sorted(budgets)
+    assert len(budgets) > 24
+    for name, preset in curve.presets.items():
+        if preset.host_bytes or preset.device_bytes not in budgets:
+            continue
+        plan = curve.plans[budgets.index(preset.device_bytes)]
+        assert plan.recompute_flops <= preset.recompute_flops * 1.05, name
+    assert "moe_save_experts" not in curve.presets
+    assert curve.best_preset(0) == "full"
+    assert "save_qkv_proj" in str(curve)
+    read = json.loads(curve.to_json())
+    assert len(read["plans"]) == len(budgets)
+    assert read["presets"]["full"]["device_bytes"] == 0
+    picture = curve.plot(tmp_path / "curve.png")
+    assert matplotlib.image.imread(picture).std() > 0.01
+
+
+def test_bytes_of_sharded_blocks_are_those_on_each_device():
+    """As XLA's partitioner spreads the values in the middle."""
+    devices = jax.devices()[:4]
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), auto, devices=devices)
+    place = functools.partial(jax.NamedSharding, mesh)
+    rows, columns = jax.P(None, "model"), jax.P("model", None)
+
+    def block(x, up, down):
+        return x + jnp.tanh(x @ up) @ down
+
+    def of(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(spec))
+
+    avals = (
+        of((64, 128), jax.P("data", None)),
+        of((128, 512), rows),
+        of((512, 128), columns),
+    )
+    found = rp.plan(block, *avals, budget=10**6)
+    assert found.device_bytes == 64 * 512 * 4 // 4
+    whole = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in avals]
+    assert rp.plan(block, *whole, budget=10**6).device_bytes == 64 * 512 * 4
+    assert rp.plan(block, *avals, budget=64 * 512).device_bytes == 64 * 512
+    assert rp.plan(block, *whole, budget=64 * 512).device_bytes == 0
+
+
+def test_plans_that_were_written_wrong_are_refused():
+    """Each figure is a number."""
+    block, avals = of_block("dense")
+    fields = json.loads(rp.plan(block, *avals, budget=0).to_json())
+    for name, value in {"layers": 1.5, "gap": "0", "device_bytes": True}.items():
+        with pytest.raises(rp.InvalidInputError, match=f"{name} of a plan is a number"):
+            rp.load_plan(json.dumps(fields | {name: value}))

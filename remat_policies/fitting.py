@@ -1,0 +1,326 @@
+"""A plan for a whole training step on a device, checked by the device's compiler.
+
+Reads from top to bottom: compile with nothing kept, see which block runs how often,
+solve for what is left of the device, compile, correct, again. Does not belong here:
+solving (see `planning`), compiling (see `verify`).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from remat_policies.budgets import as_device
+from remat_policies.compiled import Compiled
+from remat_policies.devices import Device
+from remat_policies.errors import InvalidInputError
+from remat_policies.frontiers import mixture_of
+from remat_policies.linearized import Linearized
+from remat_policies.planning import Layer, layer_of
+from remat_policies.plans import Mixture
+from remat_policies.policies import Policy
+from remat_policies.program import automatic_names
+from remat_policies.shards import bytes_if_spread
+from remat_policies.verify import verify
+from remat_policies.watching import Use, watched
+
+MakeStep = Callable[[Any], Callable[..., Any]]
+"""From a policy (or a tuple of segments, for `scan_layers`) to a training step."""
+
+_NOTHING = Policy(label="nothing kept")
+"""As `full`, and no preset of the user's: the blocks under it are those to plan."""
+
+_CLOSE = 0.002
+"""A share of the device's memory; what is left below that is worth no compilation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One plan that was compiled.
+
+    Attributes:
+        plan: The plan.
+        predicted_bytes: What the step was expected to need of a device.
+        compiled: What it needs.
+        accepted: It fits, and XLA recomputes nothing on its own to make it fit.
+    """
+
+    plan: Mixture
+    predicted_bytes: int
+    compiled: Compiled
+    accepted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The best plan that fits, and how it was found. Printed by `rich`.
+
+    Attributes:
+        plan: The plan; of several segments only where `mixed` was asked for.
+        compiled: What the step needs with it.
+        nothing_kept: What it needs with `full`.
+        attempts: All plans that were compiled, in order.
+    """
+
+    plan: Mixture
+    compiled: Compiled
+    nothing_kept: Compiled
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def policy(self) -> Any:
+        """What to make the step with."""
+        policies = self.plan.policies
+        return policies[0][0] if len(policies) == 1 else policies
+
+    def explain(self) -> str:
+        """What was found, in plain words."""
+        return f"{self.compiled.explain()}\n{self.plan.explain()}"
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"plans compiled for {self.compiled.target}")
+        for heading in ("kept, GB", "run again", "predicted, GB", "compiled, GB"):
+            table.add_column(heading, justify="right")
+        table.add_column("verdict")
+        base = self.nothing_kept
+        rows = [(0, None, base.hbm_bytes, base, base.fits)] + [
+            (one.plan.device_bytes, one.plan, one.predicted_bytes, one.compiled,
+             one.accepted)
+            for one in self.attempts
+        ]  # fmt: skip
+        for kept, plan, predicted, compiled, accepted in rows:
+            table.add_row(
+                f"{kept / 1e9:.3f}",
+                f"{plan.recompute_share:.1%}" if plan else "all but nothing",
+                f"{predicted / 1e9:.3f}" if plan else "",
+                f"{compiled.hbm_bytes / 1e9:.3f}",
+                _verdict(compiled, accepted),
+            )
+        return table
+
+
+def fit(
+    make_step: MakeStep,
+    *avals: Any,
+    device: str | Device,
+    headroom: float = 0.06,
+    layers: int | None = None,
+    offload: bool = False,
+    host_budget: int | str | None = None,
+    mixed: bool = False,
+    donate_argnums: int | tuple[int, ...] = (),
+    shardings: Any = None,
+    attempts: int = 5,
+    seconds: float = 20.0,
+) -> Fit:
+    """Find the policy with which a training step runs least again and fits a device.
+
+    The step is compiled with nothing kept; what it leaves of the device is the budget.
+    Then plans are compiled, with less if one does not fit or XLA recomputes values on
+    its own to make it fit, with more if there is room, until there is none.
+
+    Args:
+        make_step: From a policy to the step, which applies it to its layers by
+            `remat`, `scan_layers` or those of `linen` and `nnx`. They are found while
+            the step is traced: it is a whole model, optimizer included.
+        *avals: Arguments of the step; see `verify`.
+        device: Name of a device, or a variant of one. None has to be here.
+        headroom: Share of its memory to leave free. XLA starts to recompute on its own
+            at some 5 %.
+        layers: How many times the block runs, if it stands in a loop of whose length
+            nothing was said (`remat(..., in_scan=True)` without `length`).
+        offload: Values may be kept on the host; see `plan`.
+        host_budget: As for `plan`.
+        mixed: Two plans, each for a part of the layers, so that no memory is left
+            over. The step has to give the policy to `scan_layers`.
+        donate_argnums: As for `verify`.
+        shardings: As for `verify`. Values of a layer are taken to be spread evenly
+            over the devices, unless their types say more (explicit meshes).
+        attempts: At most so many plans are compiled.
+        seconds: For the solver, for each plan.
+
+    Returns:
+        The best plan that fits; one that keeps nothing if no better one does.
+
+    Raises:
+        OverBudgetError: Even with nothing kept the step does not fit.
+        InvalidInputError: The step applies the policy to no block, to blocks of
+            several kinds, or in a loop of unknown length.
+        CompilerMissingError: The device's compiler is not installed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, remat_policies as rp
+        >>> def make_step(policy):
+        ...     def loss(w, x):
+        ...         body = lambda x, w: (jnp.sin(x @ w), None)
+        ...         return rp.scan_layers(body, x, w, policy)[0].sum()
+        ...     return jax.grad(loss)
+        >>> w = jax.ShapeDtypeStruct((4, 128, 128), jnp.float32)
+        >>> x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        >>> found = fit(make_step, w, x, device="h100")
+        >>> found.plan.recompute_flops, found.compiled.fits
+        (0.0, True)
+    """
+    chosen = as_device(device)
+    compiled_with = functools.partial(
+        _compiled,
+        make_step,
+        avals,
+        target=chosen,
+        headroom=headroom,
+        donate_argnums=donate_argnums,
+        shardings=shardings,
+    )
+    with watched(_NOTHING) as uses:
+        base = compiled_with(_NOTHING)
+    split, count = _found(uses, layers)
+    layer = layer_of(
+        split,
+        frozenset(split.residuals),
+        layers=count,
+        sizes=bytes_if_spread(split, base.device_count),
+        device_count=base.device_count,
+        rates=chosen if offload else None,
+        host_budget=host_budget,
+    )
+    if not offload:
+        base.require_fit()
+    search = _Search(base)
+    while len(search.tried) < attempts and search.goes_on():
+        plan = _solved(layer, search.budget_bytes, seconds, mixed)
+        if search.knows(plan):
+            break
+        search.take(plan, compiled_with(_policy_of(plan)))
+    best = search.best
+    if best is None:
+        base.require_fit()
+        nothing = _solved(layer, 0, seconds, mixed=False)
+        return Fit(
+            plan=nothing,
+            compiled=base,
+            nothing_kept=base,
+            attempts=tuple(search.tried),
+        )
+    return Fit(
+        plan=best.plan,
+        compiled=best.compiled,
+        nothing_kept=base,
+        attempts=tuple(search.tried),
+    )
+
+
+class _Search:
+    """How many bytes the next plan may keep in all layers, from what the last took."""
+
+    def __init__(self, base: Compiled) -> None:
+        self.base = base
+        self.tried: list[Attempt] = []
+        self.best: Attempt | None = None
+        self.budget_bytes = base.available_bytes - base.hbm_bytes
+        self._too_many: int | None = None  # bytes of the smallest plan that failed
+
+    def goes_on(self) -> bool:
+        """Whether more could be kept than the best plan does, worth a compilation."""
+        if self.best is None:
+            return True
+        kept = self.best.plan.device_bytes
+        least = _CLOSE * self.base.available_bytes
+        return self.best.plan.recompute_flops > 0 and self.budget_bytes - kept > least
+
+    def knows(self, plan: Mixture) -> bool:
+        """Whether this plan was compiled before."""
+        return any(plan.policies == one.plan.policies for one in self.tried)
+
+    def take(self, plan: Mixture, compiled: Compiled) -> None:
+        """Note what a plan took, and set the next budget."""
+        accepted = compiled.fits and compiled.hidden_remats <= self.base.hidden_remats
+        attempt = Attempt(
+            plan=plan,
+            predicted_bytes=self.base.hbm_bytes + plan.device_bytes,
+            compiled=compiled,
+            accepted=accepted,
+        )
+        self.tried.append(attempt)
+        left = compiled.available_bytes - compiled.hbm_bytes
+        if accepted:
+            if (
+                self.best is None
+                or plan.recompute_flops < self.best.plan.recompute_flops
+            ):
+                self.best = attempt
+        else:
+            # Also where it fits, but only because XLA recomputes: a hundredth less.
+            left = min(left, -compiled.available_bytes // 100)
+            self._too_many = min(plan.device_bytes, self._too_many or plan.device_bytes)
+        self.budget_bytes = plan.device_bytes + left
+        if self._too_many is not None:
+            least = 0 if self.best is None else self.best.plan.device_bytes
+            middle = (least + self._too_many) // 2
+            if self.budget_bytes >= self._too_many:
+                self.budget_bytes = middle
+
+
+def _compiled(
+    make_step: MakeStep, avals: tuple[Any, ...], policy: Any, **options: Any
+) -> Compiled:
+    return verify(make_step(policy), *avals, **options)
+
+
+def _solved(layer: Layer, whole_bytes: int, seconds: float, mixed: bool) -> Mixture:
+    """The best plan for so many bytes of all layers."""
+    each = whole_bytes // layer.layers
+    if mixed:
+        return mixture_of(layer, each, seconds)
+    return Mixture(segments=(layer.plan(each, seconds),))
+
+
+def _policy_of(plan: Mixture) -> Any:
+    ((policy, _), *more) = plan.policies
+    return plan.policies if more else policy
+
+
+def _found(uses: list[Use], layers: int | None) -> tuple[Linearized, int]:
+    """The block that the step applies its policy to, and how often it runs."""
+    if not uses:
+        raise InvalidInputError(
+            "the step applies the policy that make_step is given to no block: wrap its"
+            " layers by remat_policies.remat, scan_layers, linen.remat or nnx.remat"
+            " with that policy, and build the step anew at each call"
+        )
+    kinds = {_kind(use) for use in uses}
+    if len(kinds) > 1:
+        raise InvalidInputError(
+            f"the step applies the policy to {len(kinds)} kinds of blocks: give it to"
+            " one of them, and presets or plans of their own to the others"
+        )
+    if layers is not None:
+        return uses[-1].split, layers
+    # The body of a loop may be traced more than once; each call outside is a layer.
+    loops = {use.place for use in uses if use.place.in_scan}
+    lengths = [place.length for place in loops]
+    if None in lengths:
+        raise InvalidInputError(
+            "the block stands in a loop of unknown length: say length=40 beside"
+            " in_scan=True, or give layers=40 to fit"
+        )
+    alone = sum(not use.place.in_scan for use in uses)
+    return uses[-1].split, alone + sum(length or 0 for length in lengths)
+
+
+def _kind(use: Use) -> tuple[Any, ...]:
+    """Equal for calls of the same code at the same shapes."""
+    program = use.split.program
+    return tuple(
+        (name, program.avals[value].shape, str(program.avals[value].dtype))
+        for value, name in automatic_names(program).items()
+    )
+
+
+def _verdict(compiled: Compiled, accepted: bool) -> str:
+    if accepted:
+        return "fits"
+    if compiled.fits:
+        return f"XLA recomputes {compiled.hidden_remats} values on its own"
+    return "does not fit"
