@@ -3,12 +3,13 @@
 `python benchmarks/plans.py compare` needs no compiler: what presets and plans of the
 same bytes run again, block by block. `... compile` compiles plans for devices that are
 not here (extra `aot`) and compares bytes and FLOPs with what was predicted. `... batch`
-finds the largest batch that fits for each preset and for a plan. Each prints a table, or
-Markdown by `--markdown`, and writes all figures by `--json FILE`.
+finds the largest batch that fits for each preset, and what a plan runs again there.
+Each prints a table, or Markdown by `--markdown`, and writes all by `--json FILE`.
 """
 
 import dataclasses
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def compared(name):
     order = sorted(found, key=lambda key: found[key].device_bytes)
     budgets = {found[key].device_bytes for key in order}
     steps = [found[key].device_bytes for key in order]
-    budgets |= {(low + high) // 2 for low, high in zip(steps, steps[1:])}
+    budgets |= {(low + high) // 2 for low, high in itertools.pairwise(steps)}
     exact = rp.frontier(block, *avals, budgets=sorted(budgets), worth=0)
     usual = rp.frontier(block, *avals, budgets=sorted(budgets))
     rows = []
@@ -172,9 +173,7 @@ def batches(config, length, layers, target):
 
     rows = []
     for preset in track(("none", *PRESETS), "batches"):
-        found = rp.largest_batch(
-            functools.partial(make, preset), at, device=target
-        )
+        found = rp.largest_batch(functools.partial(make, preset), at, device=target)
         row = {"policy": preset, "batch": found.batch}
         if found.batch:
             row["GB"] = found.compiled.hbm_bytes / 1e9

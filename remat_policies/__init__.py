@@ -8,6 +8,8 @@ computes the rest again; `report(block, *avals, policy=...)` says what that cost
 from remat_policies import blocknames as blocknames
 from remat_policies.applying import remat as remat
 from remat_policies.applying import scan_layers as scan_layers
+from remat_policies.batches import LargestBatch as LargestBatch
+from remat_policies.batches import largest_batch as largest_batch
 from remat_policies.compiled import Compiled as Compiled
 from remat_policies.compiled import OutOfMemory as OutOfMemory
 from remat_policies.devices import DEVICES as DEVICES

@@ -16,7 +16,7 @@ from remat_policies.budgets import as_device
 from remat_policies.compiled import Compiled
 from remat_policies.devices import Device
 from remat_policies.errors import InvalidInputError
-from remat_policies.frontiers import mixture_of
+from remat_policies.frontiers import mixture_of, together
 from remat_policies.linearized import Linearized
 from remat_policies.planning import Layer, layer_of
 from remat_policies.plans import Mixture
@@ -58,7 +58,8 @@ class Fit:
     """The best plan that fits, and how it was found. Printed by `rich`.
 
     Attributes:
-        plan: The plan; of several segments only where `mixed` was asked for.
+        plan: The plan; of two segments where a mixture was best, or one for each kind
+            of block.
         compiled: What the step needs with it.
         nothing_kept: What it needs with `full`.
         attempts: All plans that were compiled, in order.
@@ -72,8 +73,7 @@ class Fit:
     @property
     def policy(self) -> Any:
         """What to make the step with."""
-        policies = self.plan.policies
-        return policies[0][0] if len(policies) == 1 else policies
+        return _policy_of(self.plan)
 
     def explain(self) -> str:
         """What was found, in plain words."""
@@ -124,7 +124,8 @@ def fit(
     Args:
         make_step: From a policy to the step, which applies it to its layers by
             `remat`, `scan_layers` or those of `linen` and `nnx`. They are found while
-            the step is traced: it is a whole model, optimizer included.
+            the step is traced: it is a whole model, optimizer included. Blocks of
+            several kinds share one policy.
         *avals: Arguments of the step; see `verify`.
         device: Name of a device, or a variant of one. None has to be here.
         headroom: Share of its memory to leave free. XLA starts to recompute on its own
@@ -133,12 +134,12 @@ def fit(
             nothing was said (`remat(..., in_scan=True)` without `length`).
         offload: Values may be kept on the host; see `plan`.
         host_budget: As for `plan`.
-        mixed: Two plans, each for a part of the layers, so that no memory is left
-            over. The step has to give the policy to `scan_layers`.
+        mixed: Try two plans as well, each for a part of the layers, so that no memory
+            is left over. The step has to give the policy to `scan_layers`.
         donate_argnums: As for `verify`.
         shardings: As for `verify`. Values of a layer are taken to be spread evenly
             over the devices, unless their types say more (explicit meshes).
-        attempts: At most so many plans are compiled.
+        attempts: At most so many plans are compiled; with `mixed` as many mixtures.
         seconds: For the solver, for each plan.
 
     Returns:
@@ -146,8 +147,8 @@ def fit(
 
     Raises:
         OverBudgetError: Even with nothing kept the step does not fit.
-        InvalidInputError: The step applies the policy to no block, to blocks of
-            several kinds, or in a loop of unknown length.
+        InvalidInputError: The step applies the policy to no block, or in a loop of
+            unknown length.
         CompilerMissingError: The device's compiler is not installed.
 
     Example:
@@ -175,44 +176,46 @@ def fit(
     )
     with watched(_NOTHING) as uses:
         base = compiled_with(_NOTHING)
-    split, count = _found(uses, layers)
-    layer = layer_of(
-        split,
-        frozenset(split.residuals),
-        layers=count,
-        sizes=bytes_if_spread(split, base.device_count),
-        device_count=base.device_count,
-        rates=chosen if offload else None,
-        host_budget=host_budget,
-    )
+    kinds = [
+        layer_of(
+            split,
+            frozenset(split.residuals),
+            layers=count,
+            sizes=bytes_if_spread(split, base.device_count),
+            device_count=base.device_count,
+            rates=chosen if offload else None,
+            host_budget=host_budget,
+        )
+        for split, count in _found(uses, layers)
+    ]
+    if mixed and len(kinds) > 1:
+        raise InvalidInputError(
+            f"the step has {len(kinds)} kinds of blocks: mixed=True is for one"
+        )
     if not offload:
         base.require_fit()
     search = _Search(base)
-    while len(search.tried) < attempts and search.goes_on():
-        plan = _solved(layer, search.budget_bytes, seconds, mixed)
-        if search.knows(plan):
-            break
-        search.take(plan, compiled_with(_policy_of(plan)))
-    best = search.best
-    if best is None:
+    for solve in (_single, _mixture) if mixed else (_single,):
+        search.begin()
+        for _ in range(attempts):
+            plan = solve(kinds, search.budget_bytes, seconds)
+            if search.knows(plan):
+                break
+            search.take(plan, compiled_with(_policy_of(plan)))
+            if search.is_done:
+                break
+    if search.best is None:
         base.require_fit()
-        nothing = _solved(layer, 0, seconds, mixed=False)
-        return Fit(
-            plan=nothing,
-            compiled=base,
-            nothing_kept=base,
-            attempts=tuple(search.tried),
-        )
     return Fit(
-        plan=best.plan,
-        compiled=best.compiled,
+        plan=search.best.plan if search.best else _single(kinds, 0, seconds),
+        compiled=search.best.compiled if search.best else base,
         nothing_kept=base,
         attempts=tuple(search.tried),
     )
 
 
 class _Search:
-    """How many bytes the next plan may keep in all layers, from what the last took."""
+    """How many bytes the next plan may keep in all layers, from what others took."""
 
     def __init__(self, base: Compiled) -> None:
         self.base = base
@@ -221,13 +224,20 @@ class _Search:
         self.budget_bytes = base.available_bytes - base.hbm_bytes
         self._too_many: int | None = None  # bytes of the smallest plan that failed
 
-    def goes_on(self) -> bool:
-        """Whether more could be kept than the best plan does, worth a compilation."""
+    def begin(self) -> None:
+        """Start with another way to solve, from the best that is known."""
+        self._too_many = None
+        if self.best is not None:
+            self.budget_bytes = self.best.plan.device_bytes + _left(self.best.compiled)
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is run again, or what is left is worth no compilation."""
         if self.best is None:
-            return True
-        kept = self.best.plan.device_bytes
+            return False
+        more = self.budget_bytes - self.best.plan.device_bytes
         least = _CLOSE * self.base.available_bytes
-        return self.best.plan.recompute_flops > 0 and self.budget_bytes - kept > least
+        return self.best.plan.recompute_flops == 0 or more <= least
 
     def knows(self, plan: Mixture) -> bool:
         """Whether this plan was compiled before."""
@@ -235,31 +245,44 @@ class _Search:
 
     def take(self, plan: Mixture, compiled: Compiled) -> None:
         """Note what a plan took, and set the next budget."""
-        accepted = compiled.fits and compiled.hidden_remats <= self.base.hidden_remats
+        fits = compiled.fits and compiled.hidden_remats <= self.base.hidden_remats
         attempt = Attempt(
             plan=plan,
-            predicted_bytes=self.base.hbm_bytes + plan.device_bytes,
+            predicted_bytes=self._predicted(plan),
             compiled=compiled,
-            accepted=accepted,
+            accepted=fits,
         )
         self.tried.append(attempt)
-        left = compiled.available_bytes - compiled.hbm_bytes
-        if accepted:
-            if (
-                self.best is None
-                or plan.recompute_flops < self.best.plan.recompute_flops
-            ):
+        left = _left(compiled)
+        if fits:
+            if self.best is None or _again(attempt) < _again(self.best):
                 self.best = attempt
         else:
             # Also where it fits, but only because XLA recomputes: a hundredth less.
             left = min(left, -compiled.available_bytes // 100)
             self._too_many = min(plan.device_bytes, self._too_many or plan.device_bytes)
         self.budget_bytes = plan.device_bytes + left
-        if self._too_many is not None:
-            least = 0 if self.best is None else self.best.plan.device_bytes
-            middle = (least + self._too_many) // 2
-            if self.budget_bytes >= self._too_many:
-                self.budget_bytes = middle
+        if self._too_many is not None and self.budget_bytes >= self._too_many:
+            least = self.best.plan.device_bytes if self.best else 0
+            self.budget_bytes = (least + self._too_many) // 2
+
+    def _predicted(self, plan: Mixture) -> int:
+        """What the compiled plan that is most like it takes, and the bytes between.
+
+        What a step takes beside the values that are kept depends a little on which.
+        """
+        known = [(0, self.base.hbm_bytes)]
+        known += [(one.plan.device_bytes, one.compiled.hbm_bytes) for one in self.tried]
+        kept, taken = min(known, key=lambda one: abs(plan.device_bytes - one[0]))
+        return taken + plan.device_bytes - kept
+
+
+def _left(compiled: Compiled) -> int:
+    return compiled.available_bytes - compiled.hbm_bytes
+
+
+def _again(attempt: Attempt) -> float:
+    return attempt.plan.recompute_flops
 
 
 def _compiled(
@@ -268,45 +291,53 @@ def _compiled(
     return verify(make_step(policy), *avals, **options)
 
 
-def _solved(layer: Layer, whole_bytes: int, seconds: float, mixed: bool) -> Mixture:
-    """The best plan for so many bytes of all layers."""
-    each = whole_bytes // layer.layers
-    if mixed:
-        return mixture_of(layer, each, seconds)
-    return Mixture(segments=(layer.plan(each, seconds),))
+def _single(kinds: list[Layer], whole_bytes: int, seconds: float) -> Mixture:
+    """The best plan for so many bytes of all layers; one for each kind of block."""
+    if len(kinds) > 1:
+        return together(kinds, whole_bytes, seconds)
+    (layer,) = kinds
+    return Mixture(segments=(layer.plan(whole_bytes // layer.layers, seconds),))
+
+
+def _mixture(kinds: list[Layer], whole_bytes: int, seconds: float) -> Mixture:
+    """The best mixture of two plans for so many bytes of all layers."""
+    (layer,) = kinds
+    return mixture_of(layer, whole_bytes // layer.layers, seconds)
 
 
 def _policy_of(plan: Mixture) -> Any:
-    ((policy, _), *more) = plan.policies
-    return plan.policies if more else policy
+    """What to make the step with: a policy, or segments for `scan_layers`."""
+    policies = {policy for policy, _ in plan.policies}
+    return policies.pop() if len(policies) == 1 else plan.policies
 
 
-def _found(uses: list[Use], layers: int | None) -> tuple[Linearized, int]:
-    """The block that the step applies its policy to, and how often it runs."""
+def _found(uses: list[Use], layers: int | None) -> list[tuple[Linearized, int]]:
+    """The kinds of blocks that the step applies its policy to, and how often each."""
     if not uses:
         raise InvalidInputError(
             "the step applies the policy that make_step is given to no block: wrap its"
             " layers by remat_policies.remat, scan_layers, linen.remat or nnx.remat"
             " with that policy, and build the step anew at each call"
         )
-    kinds = {_kind(use) for use in uses}
-    if len(kinds) > 1:
-        raise InvalidInputError(
-            f"the step applies the policy to {len(kinds)} kinds of blocks: give it to"
-            " one of them, and presets or plans of their own to the others"
-        )
-    if layers is not None:
-        return uses[-1].split, layers
+    kinds: dict[Any, list[Use]] = {}
+    for use in uses:
+        kinds.setdefault(_kind(use), []).append(use)
+    if layers is not None and len(kinds) == 1:
+        return [(uses[-1].split, layers)]
+    return [(same[-1].split, _count(same)) for same in kinds.values()]
+
+
+def _count(uses: list[Use]) -> int:
+    """How many layers calls of the same block are."""
     # The body of a loop may be traced more than once; each call outside is a layer.
-    loops = {use.place for use in uses if use.place.in_scan}
-    lengths = [place.length for place in loops]
+    lengths = [place.length for place in {use.place for use in uses} if place.in_scan]
     if None in lengths:
         raise InvalidInputError(
             "the block stands in a loop of unknown length: say length=40 beside"
             " in_scan=True, or give layers=40 to fit"
         )
     alone = sum(not use.place.in_scan for use in uses)
-    return uses[-1].split, alone + sum(length or 0 for length in lengths)
+    return alone + sum(length or 0 for length in lengths)
 
 
 def _kind(use: Use) -> tuple[Any, ...]:

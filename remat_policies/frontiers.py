@@ -16,8 +16,12 @@ from rich.table import Table
 from remat_policies.choosing import has_names
 from remat_policies.planning import Asked, Budget, Layer, asked_of
 from remat_policies.plans import Mixture, Plan
+from remat_policies.policies import any_of
 from remat_policies.presets import PRESETS
 from remat_policies.residuals import Residuals, residuals_of
+
+_HALVINGS = 40
+"""After which the price of a byte is known well enough."""
 
 _POINTS = 24
 """Budgets of a curve for which nobody asked for certain ones."""
@@ -214,6 +218,40 @@ def mixture_of(layer: Layer, budget_bytes: int, seconds: float) -> Mixture:
             rest = (whole - many * above.device_bytes) // few
             found.append(_joined((layer.plan(rest, seconds), few), (above, many)))
     return min(found, key=lambda one: (one.recompute_flops, len(one.segments)))
+
+
+def together(layers: Sequence[Layer], whole_bytes: int, seconds: float) -> Mixture:
+    """Plans for a model of several kinds of blocks, under one policy.
+
+    Each byte has the same price everywhere: that at which the plans of all kinds
+    together take what there is. What is left over goes to one kind after the other. A
+    name that two kinds have is kept in both.
+
+    Args:
+        layers: One for each kind.
+        whole_bytes: What all layers of all kinds may keep.
+        seconds: For each plan.
+    """
+    low, high = 0.0, max(layer.dearest_byte for layer in layers)
+    found = [layer.at_price(high) for layer in layers]
+    for _ in range(_HALVINGS):
+        price = (low + high) / 2
+        tried = [layer.at_price(price) for layer in layers]
+        if sum(one.layers * one.device_bytes for one in tried) <= whole_bytes:
+            found, high = tried, price
+        else:
+            low = price
+    for at, layer in enumerate(layers):
+        taken = sum(one.layers * one.device_bytes for one in found)
+        own = found[at].device_bytes + (whole_bytes - taken) // layer.layers
+        found[at] = layer.plan(own, seconds)
+    policy = any_of(*(one.policy for one in found)).relaxed()
+    return Mixture(
+        segments=tuple(
+            layer.under(policy, one.budget_bytes, one.gap)
+            for layer, one in zip(layers, found, strict=True)
+        )
+    )
 
 
 def _joined(*segments: tuple[Plan, int]) -> Mixture:

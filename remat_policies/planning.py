@@ -4,16 +4,19 @@ Does not belong here: the problem and its solution (see `solving`), curves and m
 of plans (see `frontiers`), compilers (see `fitting`).
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from remat_policies.budgets import as_device, device_named, no_room, parse_bytes, room
+from remat_policies.choosing import choose
 from remat_policies.devices import Device
 from remat_policies.errors import InvalidInputError
 from remat_policies.linearized import Linearized
 from remat_policies.plans import Plan
-from remat_policies.policies import names
+from remat_policies.policies import Policy, names
 from remat_policies.residuals import asked_for, split_at
 from remat_policies.schedule import needed, schedule
 from remat_policies.shards import bytes_on_each, device_count
@@ -144,6 +147,24 @@ class Layer:
         _, *found = self.problem.hull(limits)
         below, above = (self.plan_of(one, one.device_bytes, 0.0) for one in found)
         return below, above
+
+    @property
+    def dearest_byte(self) -> float:
+        """A price, in FLOPs, at which no value is worth its bytes."""
+        return 2 * self.problem.kept(()).flops
+
+    def at_price(self, price: float) -> Plan:
+        """The best plan if each byte of the device costs so many FLOPs more."""
+        limits = Limits(device_bytes=math.inf, host_bytes=self.host_bytes)
+        kept = self.problem.at_price(price, limits)
+        return self.plan_of(kept, kept.device_bytes, 0.0)
+
+    def under(self, policy: Policy, budget_bytes: int, gap: float) -> Plan:
+        """What a policy, of this block and perhaps of others too, means for this."""
+        chosen = choose(self.problem.split, policy)
+        kept = self.problem.kept(chosen.save, chosen.offload)
+        plan = self.plan_of(kept, budget_bytes, gap)
+        return dataclasses.replace(plan, policy=policy)
 
     def plan_of(self, kept: Kept, budget_bytes: int, gap: float) -> Plan:
         """A choice of values as a plan."""

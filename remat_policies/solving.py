@@ -172,7 +172,7 @@ class Problem:
         nothing = self.kept(())
         if _within(nothing, limits) or not self._move:
             return nothing
-        return self._at_price(math.inf, limits)
+        return self.at_price(math.inf, limits)
 
     def hull(self, limits: Limits) -> tuple[float, Kept, Kept]:
         """The choices on the convex hull next to a budget, one below and one above.
@@ -183,11 +183,11 @@ class Problem:
             Cost of that line at the budget, and the two choices; twice the same one
             if none is better without any budget.
         """
-        below, above = self.smallest(limits), self._at_price(0.0, limits)
+        below, above = self.smallest(limits), self.at_price(0.0, limits)
         while above.device_bytes > limits.device_bytes:
             span = above.device_bytes - below.device_bytes
             price = (self._cost(below) - self._cost(above)) / span
-            one = self._at_price(price, limits)
+            one = self.at_price(price, limits)
             line = self._cost(below) + price * below.device_bytes
             if self._cost(one) + price * one.device_bytes >= line * (1 - _EXACT):
                 rest = limits.device_bytes - below.device_bytes
@@ -310,7 +310,7 @@ class Problem:
         bound = found.mip_dual_bound
         return *self._chosen(found.x), 0.0 if bound is None else float(bound) * scale
 
-    def _at_price(self, price: float, limits: Limits) -> Kept:
+    def at_price(self, price: float, limits: Limits) -> Kept:
         """The best choice if each byte of the device costs so many FLOPs more."""
         scale, columns = self._objective()
         if math.isinf(price):

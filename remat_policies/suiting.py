@@ -132,7 +132,8 @@ def _reason(
     share = one.recompute_flops / one.forward_flops if one.forward_flops else 0.0
     words = (
         f"{best} keeps {gigabytes(kept(best))} of the {gigabytes(available)} that a"
-        f" {chosen.name} has left for {layers} layers, and runs {share:.0%} of a forward pass again"
+        f" {chosen.name} has left for {layers} layers, and runs {share:.0%} of a"
+        " forward pass again"
     )
     if one.host_bytes:
         words += (

@@ -1,0 +1,244 @@
+"""Plans for whole steps, and batches, by real compilers; no accelerator is here."""
+
+import dataclasses
+import functools
+
+import compilers
+import jax
+import jax.numpy as jnp
+import language_model
+import pytest
+import rich
+from flax import nnx
+from language_model import CONFIG, LAYERS, SHAPE
+
+import remat_policies as rp
+import remat_policies.linen
+import remat_policies.nnx
+from remat_policies import fitting, watching
+from remat_policies.demo import TINY, linen_blocks, nnx_blocks, pure
+
+
+def with_room_for(target, kept_bytes):
+    """A device on which all layers together may keep so many bytes, and no more."""
+    base = rp.verify(
+        language_model.make_step("full"), *language_model.avals(), target=target
+    )
+    memory = int((base.hbm_bytes + kept_bytes) / 0.94) + 1000
+    return dataclasses.replace(rp.device(target), hbm_bytes=memory)
+
+
+def preset_bytes(name):
+    """What all layers keep under a preset."""
+    block = functools.partial(pure.apply, CONFIG)
+    found = rp.report(block, *pure.avals(CONFIG, *SHAPE), policy=name).residuals
+    return LAYERS * found.device_bytes
+
+
+@pytest.mark.parametrize("target", compilers.BOTH)
+def test_a_whole_model_gets_the_best_plan_that_fits(target):
+    """Predicted within 3 %, nothing recomputed by XLA, better than presets that fit."""
+    between = (preset_bytes("save_dot_except_mlp") + preset_bytes("minimal")) // 2
+    device = with_room_for(target, between)
+    found = rp.fit(language_model.make_step, *language_model.avals(), device=device)
+    assert found.compiled.fits
+    assert found.compiled.hidden_remats <= found.nothing_kept.hidden_remats
+    for one in found.attempts:
+        off = one.predicted_bytes / one.compiled.hbm_bytes - 1
+        assert abs(off) < 0.03, (one.plan.device_bytes, off)
+    assert found.plan.segments[0].layers == LAYERS
+    # The same budget, by a preset.
+    block = functools.partial(pure.apply, CONFIG)
+    curve = rp.frontier(block, *pure.avals(CONFIG, *SHAPE), budgets=[0])
+    best = curve.presets[curve.best_preset(between // LAYERS)]
+    assert found.plan.segments[0].recompute_flops < 0.9 * best.recompute_flops
+    assert "fits" in found.explain()
+    rich.print(found)
+
+
+@compilers.needs_gpu_compiler
+def test_two_segments_use_what_one_leaves_over():
+    """The step gives its policy to scan_layers, which takes several."""
+    device = with_room_for("h100", preset_bytes("save_qkv_proj") * 5 // 4)
+    fit = functools.partial(
+        rp.fit, language_model.make_step, *language_model.avals(), device=device
+    )
+    one, two = fit(), fit(mixed=True)
+    assert two.compiled.fits
+    assert two.plan.recompute_flops <= one.plan.recompute_flops
+    assert sum(each.layers for each in two.plan.segments) == LAYERS
+
+
+@compilers.needs_gpu_compiler
+def test_nothing_is_kept_where_there_is_room_for_nothing():
+    """And below that an error says what is missing."""
+    make, avals = language_model.make_step, language_model.avals()
+    found = rp.fit(make, *avals, device=with_room_for("h100", 0))
+    assert found.plan.device_bytes == 0
+    assert found.policy.save == ()
+    small = with_room_for("h100", -(10**7))
+    with pytest.raises(rp.OverBudgetError, match="does not fit"):
+        rp.fit(make, *avals, device=small)
+
+
+@compilers.needs_gpu_compiler
+def test_several_kinds_of_blocks_share_a_policy():
+    """Layers of two widths, from the same code: each name is kept in both."""
+    narrow = dataclasses.replace(CONFIG, ffn_dim=512)
+
+    def make_step(policy):
+        def wide_body(x, layer):
+            return pure.apply(CONFIG, layer, x), None
+
+        def narrow_body(x, layer):
+            return pure.apply(narrow, layer, x), None
+
+        def stack(x, layers):
+            x, _ = rp.scan_layers(wide_body, x, layers[0], policy)
+            return rp.scan_layers(narrow_body, x, layers[1], policy)[0]
+
+        return language_model.gradient(stack)
+
+    weights, tokens = language_model.avals(layers=6)
+    more, _ = language_model.avals(narrow, layers=10)
+    weights["layers"] = (weights["layers"], more["layers"])
+    base = rp.verify(make_step("full"), weights, tokens, target="h100")
+    kept = preset_bytes("save_dot_except_mlp")
+    device = dataclasses.replace(
+        rp.device("h100"), hbm_bytes=int((base.hbm_bytes + kept) / 0.94)
+    )
+    found = rp.fit(make_step, weights, tokens, device=device)
+    assert found.compiled.fits
+    assert [one.layers for one in found.plan.segments] == [6, 10]
+    assert isinstance(found.policy, rp.Policy)
+    assert found.plan.recompute_share < 0.7
+    with pytest.raises(rp.InvalidInputError, match="mixed=True is for one"):
+        rp.fit(make_step, weights, tokens, device=device, mixed=True)
+
+
+def uses_in(make_step, *avals):
+    """What `fit` would see of a step, as kinds: how many layers of each."""
+    with watching.watched(fitting._NOTHING) as uses:
+        jax.make_jaxpr(make_step(fitting._NOTHING))(*avals)
+    return [count for _, count in fitting._found(uses, None)]
+
+
+def test_layers_are_counted_in_loops_and_outside():
+    """By pure functions, linen and nnx."""
+    block = functools.partial(pure.apply, CONFIG)
+    params, x = pure.avals(CONFIG, *SHAPE, layers=5)
+
+    def unrolled(policy):
+        wrap = functools.partial(rp.remat, policy=policy)
+        return jax.grad(
+            lambda params, x: pure.loss(CONFIG, pure.apart(params), x, wrap=wrap)
+        )
+
+    def in_own_scan(policy, **said):
+        body = rp.remat(lambda x, w: (block(w, x), None), policy, in_scan=True, **said)
+        return jax.grad(lambda params, x: jax.lax.scan(body, x, params)[0].sum())
+
+    def in_segments(policy):
+        body = rp.remat(lambda x, w: (block(w, x), None), policy)
+
+        def loss(params, x):
+            y, _ = rp.scan_layers(
+                lambda x, w: (block(w, x), None), x, params, policy, every=2
+            )
+            return body(y, jax.tree.map(lambda leaf: leaf[0], params))[0].sum()
+
+        return jax.grad(loss)
+
+    assert uses_in(unrolled, params, x) == [5]
+    said = functools.partial(in_own_scan, length=5)
+    assert uses_in(said, params, x) == [5]
+    # Within a segment two layers keep values at a time.
+    assert sum(uses_in(in_segments, params, x)) == 3
+    with pytest.raises(rp.InvalidInputError, match="loop of unknown length"):
+        uses_in(in_own_scan, params, x)
+    with pytest.raises(rp.InvalidInputError, match="to no block"):
+        uses_in(lambda policy: jax.grad(lambda x: (x * x).sum()), jnp.ones(3))
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("flavour", ["linen", "nnx"])
+def test_layers_of_flax_modules_are_counted(flavour, scanned):
+    """Scanned ones by the length that is said, others one by one."""
+    config, layers = dataclasses.replace(TINY, dtype=jnp.float32), 3
+    said = {"in_scan": True, "length": layers} if scanned else {}
+
+    def linen_step(policy):
+        wrap = functools.partial(remat_policies.linen.remat, policy=policy, **said)
+        model = linen_blocks.Stack(config, layers, scanned, wrap)
+
+        def loss(params, x):
+            return model.apply(linen_blocks.from_pure(params), x).sum()
+
+        return jax.grad(loss)
+
+    def nnx_step(policy):
+        wrap = functools.partial(remat_policies.nnx.remat, policy=policy, **said)
+
+        def loss(params, x):
+            model = nnx_blocks.Stack(
+                config, layers, scanned=scanned, wrap=wrap, rngs=nnx.Rngs(0)
+            )
+            nnx_blocks.load(model, params)
+            return model(x).sum()
+
+        return jax.grad(loss)
+
+    params, x = pure.avals(config, 2, 16, layers=layers)
+    params = params if scanned else jax.eval_shape(pure.apart, params)
+    make_step = linen_step if flavour == "linen" else nnx_step
+    assert uses_in(make_step, params, x) == [layers]
+
+
+@compilers.needs_gpu_compiler
+def test_the_largest_batch_is_the_largest():
+    """One more does not fit; presets that keep more take fewer."""
+    memory = 1 << 28
+    device = dataclasses.replace(rp.device("h100"), hbm_bytes=memory)
+
+    def avals_at(batch):
+        return language_model.avals(layers=4, shape=(batch, 128))
+
+    found = {
+        name: rp.largest_batch(
+            language_model.make_step(name), avals_at, device=device, start=8
+        )
+        for name in ("none", "full")
+    }
+    assert 0 < found["none"].batch < found["full"].batch
+    for one in found.values():
+        assert one.compiled.fits
+        assert one.tried[one.batch + 1] > memory * 0.94 >= one.tried[one.batch]
+    fours = rp.largest_batch(
+        language_model.make_step("full"),
+        avals_at,
+        device=device,
+        start=found["full"].batch,
+        multiple_of=4,
+    )
+    assert fours.batch == found["full"].batch // 4 * 4
+
+
+@compilers.needs_gpu_compiler
+def test_batches_that_make_no_sense():
+    """None fits, none is too large, or there is none to start from."""
+    device = dataclasses.replace(rp.device("h100"), hbm_bytes=1 << 20)
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+    def step(x, batch):
+        return (x @ x).sum() + batch.sum()
+
+    def avals_at(batch):
+        return x, jax.ShapeDtypeStruct((batch,), jnp.float32)
+
+    none = rp.largest_batch(step, avals_at, device=device)
+    assert none.batch == 0
+    assert not none.compiled.fits
+    with pytest.raises(rp.InvalidInputError, match="does not grow with its batch"):
+        rp.largest_batch(lambda x: x * 2, lambda batch: (x,), device="h100")
+    with pytest.raises(rp.InvalidInputError, match="start=0, multiple_of=1"):
+        rp.largest_batch(step, avals_at, device=device, start=0)
