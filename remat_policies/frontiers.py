@@ -92,31 +92,29 @@ class Frontier:
             indent=1,
         )
 
-    def plot(self, path: str | Path) -> Path:
-        """Draw the curve and the presets; the format is that of the suffix."""
-        # Imported here: matplotlib is an extra, and takes a second to start.
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.subplots()
+    def draw(self, axes: Any) -> None:
+        """Draw the curve and the presets on matplotlib axes."""
         forward = self.plans[0].forward_flops or 1.0
-        axes.step(
-            [one.budget_bytes / 1e6 for one in self.plans],
-            [100 * one.recompute_share for one in self.plans],
-            where="post",
-            label="plans",
-        )
-        most = self.plans[-1].budget_bytes
+        budgets = [one.budget_bytes / 1e6 for one in self.plans]
+        again = [100 * one.recompute_share for one in self.plans]
+        axes.step(budgets, again, where="post", label="plans")
         for name, one in self.presets.items():
-            if one.device_bytes > most or one.host_bytes:
-                continue
             at = (one.device_bytes / 1e6, 100 * one.recompute_flops / forward)
-            axes.plot(*at, "o", color="tab:orange")
-            axes.annotate(name, at, (4, 4), textcoords="offset points", fontsize=8)
+            if at[0] <= budgets[-1] and not one.host_bytes:
+                axes.plot(*at, "o", color="tab:orange")
+                axes.annotate(name, at, (4, 4), textcoords="offset points", fontsize=8)
         axes.set_xlabel("kept for each layer, MB")
         axes.set_ylabel("run again, % of a forward pass")
         axes.set_ylim(bottom=-2)
         axes.legend()
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw it into a file; the format is that of the suffix."""
+        # Imported here: matplotlib is an extra, and takes a second to start.
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        self.draw(figure.subplots())
         figure.savefig(path, dpi=120)
         return Path(path)
 

@@ -30,6 +30,10 @@ LEAST_OFFLOADED = 1 << 20
 """Bytes of the smallest value that is worth a copy of its own to the host."""
 
 
+_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
+"""Primitives that move nothing: the same elements in the same order."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What a layer may take.
@@ -158,6 +162,7 @@ class Problem:
             choices += [below, self._filled(below, above, limits)]
         fitting = [one for one in choices if _within(one, limits)]
         best = min(fitting, key=lambda one: (self._cost(one), one.device_bytes))
+        best = self._unshaped(best)
         cost = self._cost(best)
         gap = 1 - bound / cost if cost else 0.0
         return best, gap if gap > _EXACT else 0.0
@@ -339,6 +344,33 @@ class Problem:
             if _within(tried, limits) and tried.flops < below.flops:
                 below = tried
         return below
+
+    def _unshaped(self, kept: Kept) -> Kept:
+        """The same choice with values as they were before they were reshaped.
+
+        A loop stacks a query of [.., groups, heads, width] in a layout that its reader
+        has to undo, at the price of a second stack; of [.., heads, width] it does not
+        (measured: 0.3 GB less for 16 layers on v5e and h100).
+        """
+        for value in sorted(kept.save):
+            source = self._before_reshape(value)
+            if source == value or source in kept.save:
+                continue
+            other = self.kept((kept.save - {value}) | {source}, kept.offload)
+            if (
+                self._cost(other) <= self._cost(kept)
+                and other.device_bytes <= kept.device_bytes
+            ):
+                kept = other
+        return kept
+
+    def _before_reshape(self, value: int) -> int:
+        steps = self.split.program.steps
+        made = self._producers.get(value)
+        if made is None or steps[made].kind not in _RESHAPES:
+            return value
+        source = self._before_reshape(steps[made].inputs[0])
+        return source if source in self._save else value
 
 
 def _within(kept: Kept, limits: Limits) -> bool:

@@ -55,10 +55,16 @@ def bytes_kept(fn, *args):
 
 
 def count(jaxpr, primitive):
-    """How often a primitive stands in a program, its inner programs included."""
-    found = 0
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        found += equation.primitive.name == primitive
+    """How often a primitive stands in a program, its inner programs included.
+
+    Not where nobody reads what it makes: jax leaves a dead Pallas kernel in, XLA not.
+    """
+    found, whole = 0, getattr(jaxpr, "jaxpr", jaxpr)
+    read = {id(var) for equation in whole.eqns for var in equation.invars}
+    read |= {id(var) for var in whole.outvars}
+    for equation in whole.eqns:
+        alive = any(id(var) in read for var in equation.outvars)
+        found += equation.primitive.name == primitive and alive
         params = dict(equation.params)
         inner = params.pop("_prim", None)
         if inner is not None and hasattr(inner, "jaxpr"):

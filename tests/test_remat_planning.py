@@ -12,12 +12,13 @@ import pytest
 import test_remat_applying
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.ad_checkpoint import checkpoint_name
 from rematted import bytes_kept, in_gradient
 
 import remat_policies as rp
-from remat_policies import _compat, planning
-from remat_policies.demo import TINY, TINY_ENCODER, TINY_MOE, pure, values
+from remat_policies import _compat, costs, planning
+from remat_policies.demo import D2048, TINY, TINY_ENCODER, TINY_MOE, pure, values
 from remat_policies.residuals import split_at
 from remat_policies.schedule import schedule
 
@@ -146,6 +147,54 @@ def test_results_of_a_kernel_are_kept_together():
     assert in_gradient(rp.remat(fn, too_little.policy), "ffi_call", q, k) == 2
     assert in_gradient(rp.remat(fn, enough.policy), "ffi_call", q, k) == 1
     assert enough.device_bytes == 48
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch):
+    """Without the library: jax asks for cuDNN's version before it traces."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+
+@pytest.mark.parametrize(
+    ("attention", "kernel"),
+    [("splash", "pallas_call"), ("cudnn", "dot_product_attention_fwd_wrapper")],
+)
+def test_attention_kernels_run_once(attention, kernel, with_cudnn):
+    """In plans that have the bytes; what the mask leaves out is not counted."""
+    config = dataclasses.replace(TINY, attention=attention)
+    block, avals = functools.partial(pure.apply, config), pure.avals(config, 1, 1024)
+    assert attention_flops(config) == (
+        # cuDNN: half; splash: three of four blocks of 512
+        (0.5 if attention == "cudnn" else 0.75) * 4 * 128 * 4 * 1024 * 1024
+    )
+    encoder = dataclasses.replace(TINY_ENCODER, attention=attention)
+    assert attention_flops(encoder) == 4 * 128 * 4 * 1024 * 1024
+    without = rp.plan(block, *avals, budget=0)
+    budget = 1024 * config.heads * (2 * config.head_dim + 4)
+    found = rp.plan(block, *avals, budget=budget + 10_000)
+    assert in_gradient(rp.remat(block, without.policy), kernel, *avals) == (
+        2 if attention == "cudnn" else 4  # splash has two backward kernels
+    )
+    assert in_gradient(rp.remat(block, found.policy), kernel, *avals) == (
+        1 if attention == "cudnn" else 3
+    )
+
+
+def attention_flops(config):
+    """What the kernel of a block is counted as, for one sequence of 1024 tokens."""
+    block = functools.partial(pure.apply, config)
+    program = split_at(block, pure.avals(config, 1, 1024), {}).program
+    (step,) = (step for step in program.steps if step.kind == "kernel")
+    return costs.step_flops(program, step)
+
+
+def test_values_are_kept_as_they_were_before_a_reshape():
+    """A loop would stack [.., groups, heads, width] in a layout of its own."""
+    block = functools.partial(pure.apply, D2048)
+    avals = pure.avals(D2048, 2, 2048)
+    bytes_of = rp.report(block, *avals, policy="save_qkv_proj").residuals.device_bytes
+    found = rp.plan(block, *avals, budget=bytes_of)
+    assert set(found.policy.save) == {"query_proj", "key_proj", "value_proj"}
 
 
 def test_a_kernel_of_which_one_result_is_read():
