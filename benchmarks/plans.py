@@ -138,45 +138,76 @@ def predicted(name, target, layers):
     model = avals_of(config, batch, length, layers, 32768)
     base = rp.verify(make_step(config, "full"), *model, target=target)
     full = counted(block, avals, rp.preset("full"))
-    rows = []
+    rows, before, kept_before = [], base.hbm_bytes, 0
     for preset in ("save_qkv_proj", "save_dot_except_mlp", "minimal"):
         kept = rp.report(block, *avals, policy=preset).residuals.device_bytes
         plan = rp.plan(block, *avals, budget=kept, layers=layers)
         found = rp.verify(make_step(config, plan.policy), *model, target=target)
-        wanted = base.hbm_bytes + layers * plan.device_bytes
+        all_kept = layers * plan.device_bytes
+        first = base.hbm_bytes + all_kept
+        then = before + all_kept - kept_before  # as `fit` predicts its next plan
+        before, kept_before = found.hbm_bytes, all_kept
         row = {
             "block": name,
             "target": target,
             "bytes of": preset,
-            "kept": layers * plan.device_bytes,
+            "kept, GB": f"{all_kept / 1e9:.3f}",
             "again": plan.recompute_share,
-            "predicted": wanted,
-            "compiled": found.hbm_bytes,
-            "bytes off": wanted / found.hbm_bytes - 1,
+            "compiled, GB": f"{found.hbm_bytes / 1e9:.3f}",
+            "from full": first / found.hbm_bytes - 1,
+            "from the last": then / found.hbm_bytes - 1,
             "hidden": found.hidden_remats,
             "kernels": sum(found.kernels.values()),
-            "kernels of full": sum(base.kernels.values()),
+            "of full": sum(base.kernels.values()),
         }
         if found.flops and base.flops:  # XLA counts a loop's body once
             less = full - counted(block, avals, plan.policy)
-            row["FLOPs off"] = (base.flops - less) / found.flops - 1
+            row["FLOPs"] = (base.flops - less) / found.flops - 1
         rows.append(row)
     return rows
 
 
-def batches(config, length, layers, target):
-    """Rows: the largest batch of each preset and of plans that run as little again."""
-    make = functools.partial(make_step, config)
+def batches(config, length, layers, target, presets):
+    """Rows: the largest batch of each preset, and what a plan runs again there."""
 
     def at(batch):
         return avals_of(config, batch, length, layers, 32768)
 
+    def taken(policy, batch):
+        return rp.verify(make_step(config, policy), *at(batch), target=target)
+
+    # What a step takes with nothing kept is a line over its batch.
+    low, high = (taken("full", batch).hbm_bytes for batch in (1, 3))
+    slope = (high - low) // 2
+    limit = int(0.94 * rp.device(target).hbm_bytes)
+    block = functools.partial(pure.apply, config)
     rows = []
-    for preset in track(("none", *PRESETS), "batches"):
-        found = rp.largest_batch(functools.partial(make, preset), at, device=target)
-        row = {"policy": preset, "batch": found.batch}
-        if found.batch:
-            row["GB"] = found.compiled.hbm_bytes / 1e9
+    for preset in track(presets, "batches"):
+        one = rp.report(block, *pure.avals(config, 1, length), policy=preset).residuals
+        each = slope + layers * one.device_bytes
+        found = rp.largest_batch(
+            make_step(config, preset),
+            at,
+            device=target,
+            start=max((limit - low + slope) // each, 1),
+        )
+        row = {
+            "preset": preset,
+            "largest batch": found.batch,
+            "GB": f"{found.compiled.hbm_bytes / 1e9:.2f}",
+            "again": one.recompute_flops / one.forward_flops,
+        }
+        batch = max(found.batch, 1)
+        room = max(limit - low - (batch - 1) * slope, 0)
+        avals = pure.avals(config, batch, length)
+        plan = rp.plan(block, *avals, budget=room // layers, layers=layers)
+        with_plan = taken(plan.policy, batch)
+        row |= {
+            "plan there, GB": f"{with_plan.hbm_bytes / 1e9:.2f}",
+            "plan's again": plan.recompute_share,
+            "hidden": with_plan.hidden_remats,
+            "fits": str(with_plan.hbm_bytes <= limit),
+        }
         rows.append(row)
     return rows
 
@@ -185,8 +216,7 @@ def shown(rows, title, markdown):
     """A table of rows that are alike."""
     texts = [
         [
-            f"{value:.1%}" if isinstance(value, float) and abs(value) < 1
-            else f"{value:.4g}" if isinstance(value, float)
+            f"{value:.1%}" if isinstance(value, float)
             else ", ".join(value) if isinstance(value, list)
             else str(value)
             for value in row.values()
@@ -254,11 +284,12 @@ def compile_(names, targets, layers, markdown, file):
 @click.option("--target", default="v5e")
 @click.option("--length", default=2048)
 @click.option("--layers", default=40)
+@click.option("--preset", "presets", multiple=True, default=("none", *PRESETS))
 @markdown_option
 @json_option
-def batch(target, length, layers, markdown, file):
+def batch(target, length, layers, presets, markdown, file):
     """The largest batch that fits."""
-    rows = batches(SPLASH, length, layers, target)
+    rows = batches(SPLASH, length, layers, target, presets)
     finish(rows, f"{layers} layers on {target}", markdown, file)
 
 
