@@ -1,10 +1,10 @@
 """Step time and peak memory of presets and plans, on the devices that are here.
 
 `python benchmarks/steptime.py` runs a small language model on whatever jax finds: a
-GPU, a TPU or the CPU. Policies alternate, medians of several rounds; plans are those for
-the bytes of each preset and halfway to the next. Peak memory is what the device's
-allocator says (not on CPUs); policies run first in the order of what they keep, so that
-each peak is its own. Larger: `--size D2048 --layers 8 --batch 4 --length 2048`.
+GPU, a TPU or the CPU. Policies alternate, medians of several rounds; plans are those
+for the bytes of each preset and halfway to the next. Peak memory is what the device's
+allocator says (not on CPUs); policies run first in the order of what they keep, so
+that each peak is its own. Larger: `--size D2048 --layers 8 --batch 4 --length 2048`.
 """
 
 import dataclasses
