@@ -66,10 +66,10 @@ def import_checkpoint(
         (4, 2)
     """
     started = time.perf_counter()
-    source = _opened(os.fspath(path), split).select(include)
-    url = sources.url_of(root)
     if type(step) is not int or step < 0:
         raise InvalidInputError(f"step is {step!r}; expected a number from 0")
+    source = _opened(os.fspath(path), split).select(include)
+    url = sources.url_of(root)
     # Nothing is compared with what is in memory, and nothing is deleted.
     registry = handler_registry(item=item, base="store", auto_prune=False)
     args: Any = DeltaSave(

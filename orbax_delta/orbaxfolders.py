@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -34,6 +35,7 @@ CHUNK_BYTES = 16 << 20
 
 # What TensorStore's zarr driver cannot hold, of what this package can.
 _UNKNOWN_TO_ZARR = ("uint4", "uint2", "int1", "uint1")
+_MAX_NAME_BYTES = 255
 _OWN_FILES = (
     *("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json"),
     *("array_metadatas", "commit_success.txt", "checkpoint_success.txt"),
@@ -83,7 +85,7 @@ def _begin_zarr(folder: Path, entry: LeafEntry) -> list[tuple[tuple[int, ...], B
         "shape": entry.shape,
         "chunks": grid,
         # TensorStore knows the types of ml_dtypes by their names.
-        "dtype": dtype.name if dtype.kind == "V" else dtype.str,
+        "dtype": dtype.name if hasattr(ml_dtypes, dtype.name) else dtype.str,
         "compressor": None,
         "fill_value": None,
         "filters": None,
@@ -169,17 +171,29 @@ def _require_names(source: Source) -> None:
     for leaf in source.leaves:
         name = ".".join(leaf.entry.path)
         parts = name.split("/")
-        if parts[0] in _OWN_FILES or {"", ".", ".."}.intersection(parts):
+        lengths = [len(part.encode(errors="surrogatepass")) for part in parts]
+        if (
+            parts[0] in _OWN_FILES
+            or {"", ".", ".."}.intersection(parts)
+            or max(lengths) > _MAX_NAME_BYTES
+            or "\0" in name
+        ):
             raise InvalidInputError(
-                f"leaf {leaf.entry.name} would be the folder {name!r} of an Orbax "
-                "checkpoint, which cannot be; rename its key, or leave it out"
+                f"leaf {leaf.entry.name:.80} would be the folder {name!r:.80} of an "
+                "Orbax checkpoint, which cannot be; rename its key, or leave it out"
             )
-        other = owners.setdefault(name, leaf.entry.name)
-        if other != leaf.entry.name:
-            raise InvalidInputError(
-                f"leaves {other} and {leaf.entry.name} have one name in an Orbax "
-                f"checkpoint, {name!r}; rename a key, or leave one of them out"
-            )
+        owners.setdefault(name, leaf.entry.name)
+    for leaf in source.leaves:
+        name = ".".join(leaf.entry.path)
+        above = itertools.accumulate(name.split("/"), "{}/{}".format)
+        for folder in above:
+            other = owners.get(folder, leaf.entry.name)
+            if other != leaf.entry.name:
+                raise InvalidInputError(
+                    f"leaves {other} and {leaf.entry.name} have one name in an Orbax "
+                    f"checkpoint, {folder!r}, or one lies in the other's folder; "
+                    "rename a key, or leave one of them out"
+                )
 
 
 def _value(leaf: Unread) -> Any:

@@ -169,11 +169,14 @@ class _Checkpoint:
             raise CorruptionError(
                 f"the Orbax checkpoint {self._path} does not restore: {error!s:.300}"
             ) from error
-        return dict(zip(self._found, jtu.tree_leaves(restored), strict=True))
+        values = zip(self._found, jtu.tree_leaves(restored), strict=True)
+        return {path: value for path, value in values if path in how}
 
 
 def _is_array(metadata: Any) -> bool:
-    return isinstance(metadata, ocp.metadata.ArrayMetadata)
+    # A scalar's metadata are an array's, too.
+    kinds = ocp.metadata.ArrayMetadata, ocp.metadata.ScalarMetadata
+    return isinstance(metadata, kinds[0]) and not isinstance(metadata, kinds[1])
 
 
 def _may_be_keys(metadata: Any) -> bool:

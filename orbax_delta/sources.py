@@ -11,7 +11,7 @@ import fnmatch
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,10 +63,10 @@ class Source:
         return sum(leaf.nbytes for leaf in self.leaves if leaf.pieces)
 
     def select(self, include: Sequence[str]) -> "Source":
-        """Only the leaves whose path fits a pattern; none given: all.
+        """Only the leaves whose path fits a pattern; no pattern given: all.
 
         A list or tuple that loses members becomes a dict by index, so that every path
-        stays what it was.
+        stays what it was; what has no leaves stays.
 
         Raises:
             InvalidInputError: A pattern fits no leaf.
@@ -138,7 +138,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _pruned(node: Json, numbers: Mapping[int, int]) -> Json:
-    """A tree with some of its leaves, under new numbers."""
+    """A tree with some of its leaves, under new numbers.
+
+    A node goes if all its leaves do; what has none (None, an empty dict) stays.
+    """
     if "leaf" in node:
         return {"leaf": numbers[node["leaf"]]}
     if "none" in node:
@@ -146,9 +149,9 @@ def _pruned(node: Json, numbers: Mapping[int, int]) -> Json:
     for kind in ("list", "tuple"):
         if kind in node:
             members = node[kind]
-            if all(_holds(one, numbers) or not _holds(one, None) for one in members):
-                return {kind: [_pruned(one, numbers) for one in members]}
-            pairs = [[["int", hex(i)], one] for i, one in enumerate(members)]
+            if all(_stays(member, numbers) for member in members):
+                return {kind: [_pruned(member, numbers) for member in members]}
+            pairs = [[["int", hex(i)], member] for i, member in enumerate(members)]
             return {"dict": _pruned_pairs(pairs, numbers)}
     kind = "node" if "node" in node else "dict"
     return node | {kind: _pruned_pairs(node[kind], numbers)}
@@ -156,19 +159,23 @@ def _pruned(node: Json, numbers: Mapping[int, int]) -> Json:
 
 def _pruned_pairs(pairs: Json, numbers: Mapping[int, int]) -> Json:
     return [
-        [key, _pruned(child, numbers)] for key, child in pairs if _holds(child, numbers)
+        [key, _pruned(child, numbers)] for key, child in pairs if _stays(child, numbers)
     ]
 
 
-def _holds(node: Json, numbers: Mapping[int, int] | None) -> bool:
-    """Whether a leaf lies in a node: one of these, or, with None, any."""
+def _stays(node: Json, numbers: Mapping[int, int]) -> bool:
+    leaves = list(_leaves(node))
+    return not leaves or any(leaf in numbers for leaf in leaves)
+
+
+def _leaves(node: Json) -> Iterator[int]:
+    """Numbers of the leaves below a node."""
     if "leaf" in node:
-        return numbers is None or node["leaf"] in numbers
-    for kind in ("list", "tuple"):
-        if kind in node:
-            return any(_holds(child, numbers) for child in node[kind])
-    pairs = node.get("node", node.get("dict", ()))
-    return any(_holds(child, numbers) for _, child in pairs)
+        yield node["leaf"]
+    members = node.get("list") or node.get("tuple") or ()
+    pairs = node.get("dict") or node.get("node") or ()
+    for child in (*members, *(child for _, child in pairs)):
+        yield from _leaves(child)
 
 
 # --- steps ----------------------------------------------------------------------------

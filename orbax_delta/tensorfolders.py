@@ -175,7 +175,7 @@ def _described(
 
 
 def write(planned: TensorPlan, folder: Path, *, threads: int | None = None) -> None:
-    """Write the files into a folder that is there; on return they are durable.
+    """Write the files into a folder that is there.
 
     In memory are a few chunks for each thread, whatever the size of a leaf.
 
@@ -191,7 +191,6 @@ def write(planned: TensorPlan, folder: Path, *, threads: int | None = None) -> N
             metadata = _COMMON
             descriptor = os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
-                os.pwrite(descriptor, header, 0)
                 end = len(header) + sum(tensor.nbytes for tensor, _ in tensors)
                 os.truncate(descriptor, end)
                 pieces = (
@@ -202,7 +201,8 @@ def write(planned: TensorPlan, folder: Path, *, threads: int | None = None) -> N
                 put = functools.partial(_put, descriptor)
                 for _ in ordered_map(executor, put, pieces, window=2 * workers):
                     pass
-                os.fsync(descriptor)
+                # Last: half of a file begins with zeros, which is no header.
+                _pwrite(descriptor, memoryview(header), 0)
             finally:
                 os.close(descriptor)
     if len(planned.files) > 1:
@@ -241,5 +241,3 @@ def _write_index(planned: TensorPlan, folder: Path) -> None:
     }
     with (folder / INDEX).open("x") as out:
         json.dump(document, out, indent=2)
-        out.flush()
-        os.fsync(out.fileno())
