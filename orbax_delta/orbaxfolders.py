@@ -1,8 +1,9 @@
 """Plain Orbax checkpoints, written without the whole state in memory.
 
-Orbax's own handler writes tree and metadata, and asks the handler of a leaf's type to
-write its content: arrays that are not in memory have one here, which puts chunk after
-chunk into an uncompressed zarr array. Does not belong here: reading (`orbaxsources`).
+Orbax's own handler writes the tree and whatever is small, and asks a handler of ours
+where arrays that are not in memory belong; these are then written chunk after chunk, as
+uncompressed zarr arrays. Does not belong here: reading (`orbaxsources`), when a folder
+counts as written.
 """
 
 import functools
@@ -30,7 +31,7 @@ from orbax_delta.unread import Unread
 PASSPORT = "orbax_delta"
 """What the entry of this package in a checkpoint's metadata is called."""
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 """Of a zarr chunk; each is one file."""
 
 # What TensorStore's zarr driver cannot hold, of what this package can.
@@ -43,30 +44,27 @@ _OWN_FILES = (
 
 
 class _UnreadHandler(ocp.type_handlers.NumpyHandler):
-    """Writes leaves that are not in memory, as what Orbax calls numpy arrays."""
+    """Leaves that are not in memory, as what Orbax calls numpy arrays.
+
+    It only notes which are where. They are written when Orbax is done, so that no
+    thread of Orbax is at work when something fails.
+
+    Attributes:
+        noted: Name of the folder and leaf, one after the other.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[str, Unread]] = []
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
     ) -> Sequence[Any]:
-        """Begin to write; Orbax waits for the future."""
+        """Note them."""
         del args
-
-        async def write() -> None:
-            workers = DeltaOptions().worker_count
-            with pool(workers) as executor:
-                for value, info in zip(values, infos, strict=True):
-                    await info.await_path_creation()
-                    folder = Path(info.parent_dir / info.name)
-                    boxes = _begin_zarr(folder, value.entry)
-                    put = functools.partial(_put_chunk, folder, value)
-                    for _ in ordered_map(executor, put, boxes, window=workers):
-                        pass
-
-        return [
-            ocp.future.CommitFutureAwaitingContractedSignals(
-                write(), name="orbax_delta_export"
-            )
-        ]
+        names = [info.name for info in infos]
+        self.noted += zip(names, values, strict=True)
+        return []
 
 
 def _grid(entry: LeafEntry) -> tuple[int, ...]:
@@ -77,13 +75,26 @@ def _grid(entry: LeafEntry) -> tuple[int, ...]:
     return tuple(max(1, size) for size in chunks.box_shape(first))
 
 
-def _begin_zarr(folder: Path, entry: LeafEntry) -> list[tuple[tuple[int, ...], Box]]:
-    """Make the array; returns the place of each chunk in the grid, and its box."""
-    grid, dtype = _grid(entry), entry.element.dtype
-    document = {
+def _write_arrays(noted: Sequence[tuple[str, Unread]], folder: Path) -> None:
+    workers = DeltaOptions().worker_count
+    with pool(workers) as executor:
+        for name, leaf in noted:
+            own = folder / name
+            own.mkdir(parents=True)
+            boxes = grid_boxes(leaf.entry.shape, _grid(leaf.entry))
+            put = functools.partial(_put_chunk, own, leaf)
+            for _ in ordered_map(executor, put, boxes, window=workers):
+                pass
+            # Last: without it there is no array, and a chunk that is not there is 0.
+            (own / ".zarray").write_text(json.dumps(_zarr_document(leaf.entry)))
+
+
+def _zarr_document(entry: LeafEntry) -> Mapping[str, Any]:
+    dtype = entry.element.dtype
+    return {
         "zarr_format": 2,
         "shape": entry.shape,
-        "chunks": grid,
+        "chunks": _grid(entry),
         # TensorStore knows the types of ml_dtypes by their names.
         "dtype": dtype.name if hasattr(ml_dtypes, dtype.name) else dtype.str,
         "compressor": None,
@@ -92,9 +103,6 @@ def _begin_zarr(folder: Path, entry: LeafEntry) -> list[tuple[tuple[int, ...], B
         "order": "C",
         "dimension_separator": ".",
     }
-    folder.mkdir(parents=True)
-    (folder / ".zarray").write_text(json.dumps(document))
-    return list(grid_boxes(entry.shape, grid))
 
 
 def grid_boxes(
@@ -146,8 +154,9 @@ def write(source: Source, folder: Path) -> None:
     custom = source.custom_metadata
     metadata = dict(custom) if isinstance(custom, Mapping) else {}
     handlers = ocp.type_handlers
+    arrays = _UnreadHandler()
     registry = handlers.create_type_handler_registry(
-        (Unread, _UnreadHandler()),
+        (Unread, arrays),
         *(
             (kind, handlers.get_type_handler(kind))
             for kind in (int, float, np.number, jax.Array, str)
@@ -163,6 +172,7 @@ def write(source: Source, folder: Path) -> None:
                 tree, custom_metadata=metadata | ({PASSPORT: text} if text else {})
             ),
         )
+    _write_arrays(arrays.noted, folder)
 
 
 def _require_names(source: Source) -> None:

@@ -21,7 +21,7 @@ HELD_CHUNKS = 2
 """Stored chunks that are held at least: one ends where the next begins, and two
 threads read them at the same time."""
 
-HELD_BYTES = 64 << 20
+HELD_BYTES = 16 << 20
 """Of stored chunks that are held, where more of them are so small."""
 
 # What TensorStore's status codes become in Python.

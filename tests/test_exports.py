@@ -194,7 +194,8 @@ def test_leaves_within_a_bound_are_exported_as_restored(tmp_path):
         imports.import_checkpoint(tmp_path / form, tmp_path / "back", step)
         assert_same_tree(restored(tmp_path / "back", step), wanted)
         manifest = strategies.read_step(tmp_path / "back", step).manifest
-        assert not (manifest.lossy or manifest.required_features)
+        assert not manifest.lossy
+        assert not manifest.required_features
 
 
 def test_kept_bases_and_items(tmp_path):
@@ -278,9 +279,10 @@ assert plain["point"]["y"][1][1] is None and plain["nothing"] == {}
 mesh = jax.sharding.Mesh(jax.devices(), ("x",))
 where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
 want = jax.ShapeDtypeStruct((64, 33), np.float32, sharding=where)
-part = ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=ocp.args.PyTreeRestore(
+args = ocp.args.PyTreeRestore(
     item={"params": {"w": want}}, partial_restore=True,
-    restore_args={"params": {"w": ocp.ArrayRestoreArgs(sharding=where)}}))
+    restore_args={"params": {"w": ocp.ArrayRestoreArgs(sharding=where)}})
+part = ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=args)
 assert part["params"]["w"].sharding == where
 assert (np.asarray(part["params"]["w"]) == plain["params"]["w"]).all()
 manager = ocp.CheckpointManager(sys.argv[2])
@@ -410,7 +412,7 @@ def test_names_of_ones_own(made, tmp_path):
     with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
         assert "model/w.weight" in file.keys()  # noqa: SIM118 # no mapping
     imports.import_checkpoint(tmp_path / "out", tmp_path / "back", 3)
-    assert_same_tree(restored(tmp_path / "back"), {"params": PARAMS})
+    assert_same_tree(restored(tmp_path / "back")["params"], PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -667,15 +669,19 @@ def test_a_kill_leaves_nothing_that_looks_finished(made, tmp_path, form):
 
 # --- memory ---------------------------------------------------------------------------
 
-STATE_MIB = 512
-BOUND_MIB = 256
+STATE_MIB = 1536
+BOUND_MIB = 384
 
 MEASURED = textwrap.dedent("""
-    import resource, sys
-    import numpy as np
+    import sys
+    from pathlib import Path
     import orbax_delta
     from orbax_delta import exports, imports
-    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def peak():  # not getrusage, which knows the parent's peak too
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0])
+
     before = peak()
     call = getattr(orbax_delta, sys.argv[1])
     report = call(sys.argv[2], *eval(sys.argv[3]))
@@ -685,6 +691,8 @@ MEASURED = textwrap.dedent("""
 
 def measured(name, first, *rest):
     """MiB of a state, and of memory that a process takes to pass it on."""
+    if not os.path.exists("/proc/self/status"):
+        pytest.skip("this system does not tell a process its peak")
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, name, first, repr(rest)],
         capture_output=True,
@@ -692,7 +700,9 @@ def measured(name, first, *rest):
         env=os.environ | {"XLA_FLAGS": ""},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return tuple(map(int, done.stdout.split()))
+    state, peak = map(int, done.stdout.split())
+    assert peak > 10  # or it was not measured
+    return state, peak
 
 
 @pytest.mark.long
