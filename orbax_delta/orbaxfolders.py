@@ -28,6 +28,9 @@ from orbax_delta.options import DeltaOptions
 from orbax_delta.sources import Source, passport
 from orbax_delta.unread import Unread
 
+METADATA_FILE = "_METADATA"
+"""Which Orbax's Standard and PyTree handlers write."""
+
 PASSPORT = "orbax_delta"
 """What the entry of this package in a checkpoint's metadata is called."""
 
@@ -36,9 +39,10 @@ CHUNK_BYTES = 4 << 20
 
 # What TensorStore's zarr driver cannot hold, of what this package can.
 _UNKNOWN_TO_ZARR = ("uint4", "uint2", "int1", "uint1")
+_ASIDE = "_METADATA.unfinished"
 _MAX_NAME_BYTES = 255
 _OWN_FILES = (
-    *("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json"),
+    *(METADATA_FILE, _ASIDE, "_CHECKPOINT_METADATA", "_sharding", "_strings.json"),
     *("array_metadatas", "commit_success.txt", "checkpoint_success.txt"),
 )
 
@@ -172,7 +176,11 @@ def write(source: Source, folder: Path) -> None:
                 tree, custom_metadata=metadata | ({PASSPORT: text} if text else {})
             ),
         )
+    # Without its metadata half an export is no checkpoint to anybody.
+    metadata_file = folder / METADATA_FILE
+    aside = metadata_file.rename(folder / _ASIDE)
     _write_arrays(arrays.noted, folder)
+    aside.rename(metadata_file)
 
 
 def _require_names(source: Source) -> None:

@@ -6,6 +6,7 @@ their stored chunks (`zarrays`). Does not belong here: steps of this package.
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,19 +24,18 @@ from orbax_delta.chunks import Box
 from orbax_delta.errors import CorruptionError, FormatError
 from orbax_delta.hosts import ALONE
 from orbax_delta.manifests import VALUE_KINDS, LeafEntry
-from orbax_delta.orbaxfolders import PASSPORT, grid_boxes
+from orbax_delta.orbaxfolders import METADATA_FILE, PASSPORT, grid_boxes
 from orbax_delta.sources import Source, as_saved, read_passport
 from orbax_delta.unread import PIECE_BYTES, Piece, Unread, in_pieces
 from orbax_delta.zarrays import Arrays, Layout
 
-_METADATA_FILE = "_METADATA"
 _SMALL_BYTES = 1 << 20
 _KEY_WORDS = (2, 4)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether Orbax's Standard or PyTree handler has written a folder."""
-    return (path / _METADATA_FILE).is_file()
+    return (path / METADATA_FILE).is_file()
 
 
 def source(path: Path) -> Source:
@@ -84,7 +84,9 @@ class _Checkpoint:
         self.structure = flat.structure
         self._found = dict(zip(flat.paths, flat.values, strict=True))
         ocdbt = ocp.type_handlers.is_ocdbt_checkpoint(self._path)
-        layout = Layout(folder=path, ocdbt=ocdbt, zarr3=metadata.use_zarr3)
+        layout = Layout(
+            folder=path, ocdbt=ocdbt, zarr3=metadata.use_zarr3, sparse=_is_sparse(path)
+        )
         self._arrays = Arrays(layout)
 
     def exported(self, entry: LeafEntry) -> Unread:
@@ -171,6 +173,12 @@ class _Checkpoint:
             ) from error
         values = zip(self._found, jtu.tree_leaves(restored), strict=True)
         return {path: value for path, value in values if path in how}
+
+
+def _is_sparse(path: Path) -> bool:
+    """Whether Orbax has left out chunks of zeros, as its first versions did."""
+    document = json.loads((path / METADATA_FILE).read_bytes())
+    return not document.get("store_array_data_equal_to_fill_value", False)
 
 
 def _is_array(metadata: Any) -> bool:

@@ -36,11 +36,13 @@ class Layout:
         folder: The folder.
         ocdbt: Whether they lie in an OCDBT database there, or in folders of their own.
         zarr3: Whether they are zarr of version 3.
+        sparse: Whether a chunk that is not there is one of zeros, and not lost.
     """
 
     folder: Path
     ocdbt: bool
     zarr3: bool
+    sparse: bool
 
     def spec(self, name: str) -> dict[str, Any]:
         """What TensorStore is asked to open."""
@@ -50,7 +52,11 @@ class Layout:
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         else:
             kvstore = {"driver": "file", "path": f"{path}{name}/"}
-        return {"driver": "zarr3" if self.zarr3 else "zarr", "kvstore": kvstore}
+        return {
+            "driver": "zarr3" if self.zarr3 else "zarr",
+            "kvstore": kvstore,
+            "fill_missing_data_reads": self.sparse,
+        }
 
 
 class Arrays:

@@ -114,9 +114,24 @@ def test_a_damaged_array(tmp_path):
     chunk.write_bytes(whole[:-1])
     with pytest.raises(CorruptionError, match=r"the array 'w' in .* cannot be read"):
         import_checkpoint(tmp_path / "out", tmp_path / "back", 0)
+    chunk.unlink()  # which zarr takes for zeros
+    with pytest.raises(CorruptionError, match=r"the array 'w' in .* cannot be read"):
+        import_checkpoint(tmp_path / "out", tmp_path / "back", 0)
     chunk.write_bytes(whole)
     import_checkpoint(tmp_path / "out", tmp_path / "back", 0)
     assert_same_tree(restored(tmp_path / "back", 0), {"w": np.ones(3, np.float32)})
+
+
+def test_chunks_of_zeros_that_orbax_left_out(tmp_path):
+    """Its first versions did not store them, and say so by saying nothing."""
+    stock(tmp_path / "stock", {"w": np.ones(3)}, use_ocdbt=False)
+    (tmp_path / "stock" / "w" / "0").unlink()
+    file = tmp_path / "stock" / "_METADATA"
+    document = json.loads(file.read_text())
+    assert document.pop("store_array_data_equal_to_fill_value")
+    file.write_text(json.dumps(document))
+    import_checkpoint(tmp_path / "stock", tmp_path / "run", 0)
+    assert_same_tree(restored(tmp_path / "run", 0), {"w": np.zeros(3)})
 
 
 def test_damaged_metadata(tmp_path):
