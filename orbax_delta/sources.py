@@ -71,6 +71,10 @@ class Source:
         Raises:
             InvalidInputError: A pattern fits no leaf.
         """
+        if isinstance(include, str):
+            raise InvalidInputError(
+                f"include is the text {include!r:.80}; expected a list of patterns"
+            )
         if not include:
             return self
         names = [leaf.entry.name for leaf in self.leaves]

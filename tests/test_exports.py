@@ -257,6 +257,10 @@ def test_a_pattern_that_fits_nothing(made, tmp_path):
         r"are by_int/1, by_int/2, .* and \d+ more",
     ):
         exports.export_delta(made, 3, tmp_path / "out", include=["weights/*"])
+    with pytest.raises(
+        InvalidInputError, match=r"include is the text 'params/\*'; exp"
+    ):
+        exports.export_delta(made, 3, tmp_path / "out", include="params/*")
     assert list(tmp_path.iterdir()) == []
 
 

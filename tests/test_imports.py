@@ -3,6 +3,9 @@
 import doctest
 import json
 import shutil
+import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -423,6 +426,33 @@ def test_a_failed_import_leaves_no_step(tmp_path):
         assert run.manager.all_steps() == [3]
     import_checkpoint(tmp_path / "stock", tmp_path / "run", 4)
     assert_same_tree(restored(tmp_path / "run", 4)["b"], np.arange(3000))
+
+
+KILLED = """
+import os, signal, sys
+import orbax_delta
+def die(what, done, total):
+    if done > total // 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+orbax_delta.import_checkpoint(sys.argv[1], sys.argv[2], 4, progress=die)
+"""
+
+
+def test_a_kill_leaves_no_step(tmp_path):
+    """The root has the steps that it had, and takes the import again."""
+    state = {str(i): np.random.default_rng(i).normal(size=300_000) for i in range(3)}
+    save(tmp_path / "run", {"w": np.ones(3)})
+    stock(tmp_path / "stock", state)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path / "stock", tmp_path / "run"],
+        capture_output=True,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-1000:]
+    with open_run(tmp_path / "run") as run:
+        assert run.manager.all_steps() == [3]
+    import_checkpoint(tmp_path / "stock", tmp_path / "run", 4)
+    assert_same_tree(restored(tmp_path / "run", 4), state)
+    strategies.check_clean(tmp_path / "run", [3, 4])
 
 
 # --- memory, documentation ------------------------------------------------------------
