@@ -24,6 +24,11 @@ threads read them at the same time."""
 HELD_BYTES = 16 << 20
 """Of stored chunks that are held, where more of them are so small."""
 
+# One chunk is read at a time; each thread more keeps memory of its own.
+_CONTEXT = ts.Context(
+    {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
+)
+
 # What TensorStore's status codes become in Python.
 _ERRORS = (ValueError, OSError, IndexError, RuntimeError)
 
@@ -96,7 +101,9 @@ class Arrays:
         try:
             if name not in self._opened:
                 spec = ts.Spec(self._layout.spec(name))
-                self._opened[name] = ts.open(spec, open=True, read=True).result()
+                self._opened[name] = ts.open(
+                    spec, open=True, read=True, context=_CONTEXT
+                ).result()
             index = tuple(slice(start, stop) for start, stop in box)
             made: np.ndarray = self._opened[name][index].read().result()
         except _ERRORS as error:
