@@ -26,6 +26,10 @@ from orbax_delta.reports import RestoreReport as RestoreReport
 from orbax_delta.reports import SaveReport as SaveReport
 
 if TYPE_CHECKING:
+    from orbax_delta.exports import ExportReport as ExportReport
+    from orbax_delta.exports import export_delta as export_delta
+    from orbax_delta.exports import export_orbax as export_orbax
+    from orbax_delta.exports import export_safetensors as export_safetensors
     from orbax_delta.handler import DeltaCheckpointHandler as DeltaCheckpointHandler
     from orbax_delta.handler import DeltaRestore as DeltaRestore
     from orbax_delta.handler import DeltaSave as DeltaSave
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from orbax_delta.handler_v1 import DeltaState as DeltaState
     from orbax_delta.handler_v1 import v1_context as v1_context
     from orbax_delta.handler_v1 import v1_release as v1_release
+    from orbax_delta.imports import import_checkpoint as import_checkpoint
     from orbax_delta.recovery import restore_base as restore_base
     from orbax_delta.recovery import restore_latest_good as restore_latest_good
     from orbax_delta.steps import save_report as save_report
@@ -44,7 +49,12 @@ _LAZY = {
     "DeltaRestore": "handler",
     "DeltaSave": "handler",
     "DeltaState": "handler_v1",
+    "ExportReport": "exports",
+    "export_delta": "exports",
+    "export_orbax": "exports",
+    "export_safetensors": "exports",
     "handler_registry": "handler",
+    "import_checkpoint": "imports",
     "restore_base": "recovery",
     "restore_latest_good": "recovery",
     "save_report": "steps",

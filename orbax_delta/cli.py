@@ -1,8 +1,8 @@
 """The command line: `orbax-delta ls|show|verify|repair|prune|forget|moved|demo`.
 
 Tables on a terminal, plain columns in a pipe, one JSON document with `--json`;
-progress on stderr. Starts without jax for everything but `demo`. Does not belong here:
-what a table holds (`views`), anything that reads a step.
+progress on stderr. Starts without jax for everything but `demo` and what `exchanging`
+adds. Does not belong here: what a table holds (`views`), anything that reads a step.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from orbax_delta import (
     check,
     documents,
     errors,
+    exchanging,
     forgetting,
     listing,
     moving,
@@ -72,8 +73,8 @@ def commands() -> None:
     """Look at, verify and tidy delta checkpoints written through Orbax.
 
     ROOT is the folder that was given to CheckpointManager: a path, or a URL such as
-    gs://bucket/run. Nothing but repair, prune, forget, moved and demo changes
-    anything.
+    gs://bucket/run. Nothing but repair, prune, forget, moved, import and demo changes
+    anything in it.
     """
 
 
@@ -357,6 +358,9 @@ def _spinner(what: str) -> Iterator[Any]:
         return
     with console.status(what) as status:
         yield status.update
+
+
+exchanging.add_to(commands, progress=_progress, print_json=_print_json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

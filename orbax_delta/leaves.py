@@ -20,6 +20,7 @@ from orbax_delta.errors import CorruptionError, FormatError, InvalidInputError
 from orbax_delta.hosts import Job
 from orbax_delta.manifests import Json, LeafEntry, path_name
 from orbax_delta.shardings import Layout
+from orbax_delta.unread import Unread
 
 NO_LAYOUT = Layout(holders={}, name="host")
 
@@ -179,6 +180,8 @@ def _stage(path: trees.Path, value: Any, job: Job) -> StagedLeaf:
         return _stage_jax(path, value, job)
     if isinstance(value, np.ndarray | np.generic):
         return StagedLeaf(leaf=_numpy_leaf(path, value, job))
+    if isinstance(value, Unread):
+        return StagedLeaf(leaf=_unread_leaf(path, value, job))
     reader = _PLAIN_LEAVES.get(type(value))
     if reader is None:
         raise _unsupported(
@@ -271,6 +274,14 @@ def _numpy_leaf(path: trees.Path, value: np.ndarray | np.generic, job: Job) -> H
         shape=array.shape,
     )
     shards = _single_shard(array) if job.primary else []
+    return HostLeaf(entry=entry, shards=shards)
+
+
+def _unread_leaf(path: trees.Path, value: Unread, job: Job) -> HostLeaf:
+    """Each piece is a shard, so that it keeps its cut; it is read when it is needed."""
+    entry = dataclasses.replace(value.entry, path=path)
+    pieces = value.pieces if job.primary else ()
+    shards = [(piece.box, Brought(whole=piece.read)) for piece in pieces]
     return HostLeaf(entry=entry, shards=shards)
 
 
