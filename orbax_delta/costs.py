@@ -1,0 +1,154 @@
+"""What the saves and restores of a root have cost: its history and its MANIFESTs.
+
+The two tell of the same saves; steps that an earlier version saved, or whose line was
+lost with its process, are known from their MANIFESTs as long as they are there. Does
+not belong here: files of the history (`history`), what follows from it (`advice`).
+"""
+
+import collections
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Sequence
+
+from orbax_delta import history, listing
+from orbax_delta.history import RestoreCost, SaveCost
+from orbax_delta.listing import Item, Progress, Root
+
+RECENT_SAVES = 20
+"""Saves that a forecast goes by: older ones may be of another stage of the training."""
+
+_DAY_SECONDS = 24 * 3600
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What is known of a root's saves and restores.
+
+    Attributes:
+        root: The root, as its MANIFESTs tell of it.
+        saves: Saves, in order of their beginning.
+        restores: Restores of processes that saved afterwards.
+        damaged: What cannot be read, as sentences; the first error's exit code counts.
+        exit_code: Of the first MANIFEST that cannot be read; 0: there is none.
+    """
+
+    root: Root
+    saves: Sequence[SaveCost]
+    restores: Sequence[RestoreCost]
+    damaged: Sequence[str]
+    exit_code: int
+
+
+def read(url: str, progress: Progress = listing.no_progress) -> Costs:
+    """What is known of the saves of a root.
+
+    Args:
+        url: The root.
+        progress: Told of every MANIFEST read.
+
+    Raises:
+        NotFoundError: There is no such root.
+        StorageError: The storage failed.
+
+    Example:
+        >>> read("/checkpoints/run").saves[-1].blocking_seconds  # doctest: +SKIP
+        0.021
+    """
+    root = listing.read_root(url, progress)
+    kept = history.read(root.folder)
+    errors = [item.error for item in root.everything if item.error is not None]
+    told = [cost for item in root.everything if (cost := _of_manifest(item))]
+    # The history last: it also knows the host.
+    saves = {cost.identity: cost for cost in (*told, *kept.saves)}
+    return Costs(
+        root=root,
+        saves=sorted(saves.values(), key=lambda cost: (cost.started, cost.attempt)),
+        restores=list(dict.fromkeys(kept.restores)),
+        damaged=[*kept.damaged, *map(str, errors)],
+        exit_code=errors[0].exit_code if errors else 0,
+    )
+
+
+def _of_manifest(item: Item) -> SaveCost | None:
+    manifest, report = item.manifest, item.report
+    if manifest is None or report is None:
+        return None
+    return SaveCost.of(report, attempt=manifest.attempt, started=manifest.wall_time)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What storage the next saves will take, by those of late and what is kept now.
+
+    While nothing is deleted each save adds what it writes. Where old steps go, what a
+    save writes and what becomes free with a step are equal in the long run: every
+    record that is written dies some day. So the store stays about as large as it is.
+
+    Attributes:
+        saves: Saved steps that it goes by, at most `RECENT_SAVES`.
+        bytes_per_save: Mean of what they wrote, all items together.
+        seconds_between: Median time from one to the next; None for fewer than two.
+        steps: Steps that are there.
+        deleting: Whether steps of this run have gone, so that a retention is in force.
+    """
+
+    saves: int
+    bytes_per_save: float
+    seconds_between: float | None
+    steps: int
+    deleting: bool
+
+    def growth_bytes(self, saves: float, *, keep: int | None = None) -> float:
+        """How much larger the store is after so many saves.
+
+        Args:
+            saves: Saves from now.
+            keep: Steps that are kept; None: as many as now if steps have gone, else
+                all.
+
+        Example:
+            >>> forecast = Forecast(
+            ...     saves=9,
+            ...     bytes_per_save=5.0,
+            ...     seconds_between=60.0,
+            ...     steps=3,
+            ...     deleting=True,
+            ... )
+            >>> forecast.growth_bytes(100), forecast.growth_bytes(100, keep=5)
+            (0.0, 10.0)
+        """
+        if keep is None:
+            keep = self.steps if self.deleting else None
+        more = saves if keep is None else min(saves, max(keep - self.steps, 0))
+        return more * self.bytes_per_save
+
+    @property
+    def bytes_per_day(self) -> float | None:
+        """What is written in a day, if saves go on as they do."""
+        if not self.seconds_between:
+            return None
+        return self.bytes_per_save * _DAY_SECONDS / self.seconds_between
+
+
+def forecast(costs: Costs) -> Forecast | None:
+    """What follows from the last saves of a root; None where there was none."""
+    written: collections.Counter[str] = collections.Counter()
+    started: dict[str, float] = {}
+    for save in reversed(costs.saves):
+        if save.step not in started and len(started) == RECENT_SAVES:
+            break
+        written[save.step] += save.written_bytes
+        started[save.step] = save.started
+    if not started:
+        return None
+    times = sorted(started.values())
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    there = {item.place.step_name for item in costs.root.items}
+    return Forecast(
+        saves=len(started),
+        bytes_per_save=written.total() / len(started),
+        seconds_between=statistics.median(gaps) if gaps else None,
+        steps=len(there),
+        deleting=bool({save.step for save in costs.saves} - there),
+    )
