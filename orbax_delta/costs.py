@@ -5,7 +5,6 @@ lost with its process, are known from their MANIFESTs as long as they are there.
 not belong here: files of the history (`history`), what follows from it (`advice`).
 """
 
-import collections
 import dataclasses
 import itertools
 import statistics
@@ -78,6 +77,56 @@ def _of_manifest(item: Item) -> SaveCost | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """What one step cost, all its items together.
+
+    Attributes:
+        step: Its name.
+        started: When its first item was saved, in seconds since 1970.
+        blocking_seconds: Time that the caller was kept, by all items in turn.
+        total_seconds: From the first call until the last item was done.
+        written_bytes: What all items wrote.
+        full_bytes: Raw size of all items.
+        is_full: Whether none of them built on anything stored before.
+    """
+
+    step: str
+    started: float
+    blocking_seconds: float
+    total_seconds: float
+    written_bytes: int
+    full_bytes: int
+    is_full: bool
+
+    @classmethod
+    def of(cls, saves: Sequence[SaveCost]) -> "StepCost":
+        """The saves of its items, in order."""
+        started = saves[0].started
+        return cls(
+            step=saves[0].step,
+            started=started,
+            blocking_seconds=sum(save.blocking_seconds for save in saves),
+            total_seconds=max(s.started + s.total_seconds - started for s in saves),
+            written_bytes=sum(save.written_bytes for save in saves),
+            full_bytes=sum(save.full_bytes for save in saves),
+            is_full=all(save.is_full for save in saves),
+        )
+
+
+def by_step(saves: Sequence[SaveCost]) -> list[StepCost]:
+    """Saves of the items of one step together; a step saved again is another one."""
+    groups: list[list[SaveCost]] = []
+    for save in saves:
+        last = groups[-1] if groups else []
+        known = {other.item for other in last}
+        if last and last[0].step == save.step and save.item not in known:
+            last.append(save)
+        else:
+            groups.append([save])
+    return [StepCost.of(group) for group in groups]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """What storage the next saves will take, by those of late and what is kept now.
 
@@ -133,22 +182,21 @@ class Forecast:
 
 def forecast(costs: Costs) -> Forecast | None:
     """What follows from the last saves of a root; None where there was none."""
-    written: collections.Counter[str] = collections.Counter()
-    started: dict[str, float] = {}
-    for save in reversed(costs.saves):
-        if save.step not in started and len(started) == RECENT_SAVES:
-            break
-        written[save.step] += save.written_bytes
-        started[save.step] = save.started
-    if not started:
+    recent = by_step(costs.saves)[-RECENT_SAVES:]
+    if not recent:
         return None
-    times = sorted(started.values())
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     there = {item.place.step_name for item in costs.root.items}
     return Forecast(
-        saves=len(started),
-        bytes_per_save=written.total() / len(started),
-        seconds_between=statistics.median(gaps) if gaps else None,
+        saves=len(recent),
+        bytes_per_save=sum(step.written_bytes for step in recent) / len(recent),
+        seconds_between=seconds_between(recent),
         steps=len(there),
         deleting=bool({save.step for save in costs.saves} - there),
     )
+
+
+def seconds_between(saves: Sequence[StepCost]) -> float | None:
+    """Median time from one save to the next; None for fewer than two."""
+    pairs = itertools.pairwise(saves)
+    gaps = [later.started - earlier.started for earlier, later in pairs]
+    return statistics.median(gaps) if gaps else None

@@ -192,7 +192,7 @@ def parse_line(line: bytes) -> Cost | None:
     kind = _KINDS.get(str(document.get("kind")))
     if kind is None:
         return None
-    values = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         name, time = field.name, _is_time(field.name)
         found = document.get(_unitless(name) + "_us" if time else name)
@@ -247,7 +247,8 @@ class HistoryLog:
         if not self._name or len(self._lines) >= FILE_LINES:
             waiting = self._lines[self._written :][-FILE_LINES:]
             self._name, self._lines, self._written = cost.attempt, waiting, 0
-        self._lines += [encode_line(one) for one in (*self._restores, cost)]
+        costs: list[Cost] = [*self._restores, cost]
+        self._lines += map(encode_line, costs)
         self._restores = []
 
     def write(self, root: Folder) -> None:

@@ -146,6 +146,28 @@ def measure(root: Root, progress: Progress = listing.no_progress) -> Usage:
     return usage
 
 
+def held_bytes(root: Root) -> int:
+    """Bytes of the packs and parts that steps and kept bases of a root need.
+
+    Raises:
+        StorageError: The storage failed.
+
+    Example:
+        >>> held_bytes(listing.read_root("/checkpoints/run"))  # doctest: +SKIP
+        1480021
+    """
+    manifests = [item.manifest for item in root.everything if item.manifest]
+    named = {pack for manifest in manifests for pack in manifest.packs}
+    folders = [root.folder] + ([root.store.folder] if root.store.shared else [])
+    sizes = {
+        path.rpartition("/")[2]: size
+        for folder in folders
+        for path, size in filesizes.file_sizes(folder).items()
+    }
+    parts = sum(part.length for manifest in manifests for part in manifest.parts)
+    return parts + sum(sizes.get(pack, 0) for pack in named)
+
+
 class _Record(NamedTuple):
     """A record that something needs."""
 
@@ -200,8 +222,8 @@ class _Measuring:
         errors, self._errors = self._errors, []
         for folder in others:
             with contextlib.suppress(NotFoundError):
-                items = listing.read_root(folder.url).everything
-                needed = self._needed(items, self._elsewhere)
+                found = listing.read_root(folder.url).everything
+                needed = self._needed(found, self._elsewhere)
                 own = needed.keys() & self._records.keys()
                 self._add({key: needed[key] for key in own}, self._elsewhere)
         self._errors = errors  # what is wrong with other roots is not for here
