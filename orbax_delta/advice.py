@@ -27,6 +27,7 @@ Communications of the ACM 17 (1974), with T for what an asynchronous save puts a
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -191,7 +192,7 @@ class Advice:
         schemes: Deltas, then full saves, as far as such were measured.
         mtbf_seconds: Mean time between failures of the job.
         restore_seconds: From a failure until training goes on.
-        restores: Restores that it goes by; 0: it was given, or is as long as a save.
+        restore_from: `measured`, `given`, or `assumed` to take as long as a save.
         keep: Steps that are kept; None: all.
         now_seconds: Median time from one save to the next as the run is now; None for
             fewer than two saves.
@@ -202,7 +203,7 @@ class Advice:
     schemes: Sequence[Scheme]
     mtbf_seconds: float
     restore_seconds: float
-    restores: int
+    restore_from: str
     keep: int | None
     now_seconds: float | None
     now_overhead: float | None
@@ -245,18 +246,18 @@ def advise(
             f"no save to {known.root.folder.url} is known, so there is nothing to go "
             "by; save a few steps first"
         )
+    restore_from = "given"
     if restore is None:
-        restore = _restore_seconds(known)
-        restores = len(known.restores) if restore is not None else 0
-    else:
-        restores = 0
+        restore, restore_from = _restore_seconds(known), "measured"
     kinds = {
         "deltas": [step for step in steps if not step.is_full][-costs.RECENT_SAVES :],
         "full": [step for step in steps if step.is_full][-costs.RECENT_SAVES :],
     }
     if restore is None:
-        slowest = max(_total(saves) for saves in kinds.values() if saves)
-        restore = slowest
+        restore, restore_from = (
+            max(map(_total, filter(None, kinds.values()))),
+            "assumed",
+        )
     if keep is None and ahead.deleting:
         keep = ahead.steps
     _check(restart=restart, restore=restore, mtbf=mtbf)
@@ -269,7 +270,7 @@ def advise(
         schemes=schemes,
         mtbf_seconds=mtbf,
         restore_seconds=restart + restore,
-        restores=restores,
+        restore_from=restore_from,
         keep=keep,
         now_seconds=ahead.seconds_between,
         now_overhead=_now(ahead, schemes[0], mtbf, restart + restore),
@@ -342,7 +343,7 @@ def _step_seconds(saves: Sequence[StepCost]) -> float | None:
     numbered = [save for save in saves if save.step.isdecimal()]
     rates = [
         (later.started - earlier.started) / (int(later.step) - int(earlier.step))
-        for earlier, later in zip(numbered, numbered[1:])
+        for earlier, later in itertools.pairwise(numbered)
         if int(later.step) > int(earlier.step)
     ]
     return statistics.median(rates) if rates else None

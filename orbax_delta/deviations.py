@@ -86,7 +86,7 @@ def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def _differs(element: ElementType, old: np.ndarray, new: np.ndarray) -> np.ndarray:
     words = np.dtype(f"u{element.word_bytes}")
-    different = np.not_equal(old.view(words), new.view(words))
+    different: np.ndarray = np.not_equal(old.view(words), new.view(words))
     if old.dtype.kind == "c":
-        return np.logical_or(different[::2], different[1::2])
+        different = np.logical_or(different[::2], different[1::2])
     return different
