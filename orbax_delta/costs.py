@@ -106,7 +106,7 @@ class StepCost:
             step=saves[0].step,
             started=started,
             blocking_seconds=sum(save.blocking_seconds for save in saves),
-            total_seconds=max(s.started + s.total_seconds - started for s in saves),
+            total_seconds=max(s.total_seconds + (s.started - started) for s in saves),
             written_bytes=sum(save.written_bytes for save in saves),
             full_bytes=sum(save.full_bytes for save in saves),
             is_full=all(save.is_full for save in saves),
