@@ -308,7 +308,8 @@ def _scheme(
     if kind == "full":
         kept_bytes = kept * save_bytes
     else:
-        kept_bytes = held_bytes + ahead.growth_bytes(month_saves, keep=keep)
+        growth = ahead.growth_bytes(month_saves, keep=keep)
+        kept_bytes = held_bytes + growth + ahead.copies_bytes
     return Scheme(
         kind=kind,
         measured=len(saves),

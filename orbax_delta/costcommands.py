@@ -91,7 +91,7 @@ def history(root: str, plot: Path | None, metrics: Path | None, as_json: bool) -
         print_json(document)
     else:
         out = views.console()
-        views.show(out, costviews.history_table(document["saves"]))
+        views.show(out, costviews.history_table(document["saves"], out.width))
         views.say(
             out,
             *costviews.restore_lines(document),
@@ -191,7 +191,7 @@ def watch(root: str, interval: float, metrics: Path | None, as_json: bool) -> in
         with live or contextlib.nullcontext():
             for found in watching.follow(url_of(root), seconds=interval):
                 if live:
-                    live.update(_picture(root, found), refresh=True)
+                    live.update(_picture(root, found, out.width), refresh=True)
                 if not isinstance(found, Costs):
                     continue
                 fresh = [save for save in found.saves if save.identity not in seen]
@@ -207,14 +207,14 @@ def watch(root: str, interval: float, metrics: Path | None, as_json: bool) -> in
     return 0
 
 
-def _picture(root: str, found: Costs | DeltaError | None) -> Group:
+def _picture(root: str, found: Costs | DeltaError | None, width: int) -> Group:
     """What the terminal shows after one look."""
     if found is None:
         return Group(Text(views.plain(f"Nothing has been saved to {root} yet.")))
     if isinstance(found, DeltaError):
         return Group(Text(views.plain(str(found)), style="red"))
     document = costdocuments.of_history(found, costs.forecast(found))
-    table = costviews.history_table(document["saves"][-_WATCHED_SAVES:])
+    table = costviews.history_table(document["saves"][-_WATCHED_SAVES:], width)
     table.box = rich.box.SIMPLE_HEAD
     lines = [
         *costviews.restore_lines(document),

@@ -140,6 +140,8 @@ class Forecast:
         seconds_between: Median time from one to the next; None for fewer than two.
         steps: Steps that are there.
         deleting: Whether steps of this run have gone, so that a retention is in force.
+        copies_bytes: What comes on top once the store has as many separate copies as
+            `keep_bases` asks for: a full save for each that is still missing.
     """
 
     saves: int
@@ -147,9 +149,10 @@ class Forecast:
     seconds_between: float | None
     steps: int
     deleting: bool
+    copies_bytes: float = 0.0
 
     def growth_bytes(self, saves: float, *, keep: int | None = None) -> float:
-        """How much larger the store is after so many saves.
+        """How much larger the store is after so many saves, but for `copies_bytes`.
 
         Args:
             saves: Saves from now.
@@ -192,6 +195,17 @@ def forecast(costs: Costs) -> Forecast | None:
         seconds_between=seconds_between(recent),
         steps=len(there),
         deleting=bool({save.step for save in costs.saves} - there),
+        copies_bytes=_copies_bytes(costs),
+    )
+
+
+def _copies_bytes(costs: Costs) -> float:
+    """A full save of each item for each separate copy that it does not have yet."""
+    newest = {i.place.item: i.report for i in costs.root.items if i.report is not None}
+    full = {save.item: save.written_bytes for save in costs.saves if save.is_full}
+    return sum(
+        max(report.copies_wanted - report.copies, 0) * full.get(item, report.full_bytes)
+        for item, report in newest.items()
     )
 
 

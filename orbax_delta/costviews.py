@@ -12,6 +12,7 @@ from orbax_delta.reports import human_bytes
 from orbax_delta.views import columns_table, pairs, times
 
 _MAX_LEAVES = 40
+_WIDE = 120
 
 
 def human_seconds(seconds: float) -> str:
@@ -34,26 +35,35 @@ def human_seconds(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
-def history_table(saves: Sequence[Document]) -> Table:
-    """One line a save, oldest first."""
+def history_table(saves: Sequence[Document], width: int) -> Table:
+    """One line a save, oldest first; where there is no room, without the last ones.
+
+    Args:
+        saves: The saves.
+        width: Columns of the terminal.
+    """
     table = columns_table(
         ["step", "item", "saved at"],
-        ["blocked s", "total s", "raw", "written", "smaller", "host"],
+        ["blocked s", "total s", "written", "smaller"],
     )
-    table.add_column("chunks by form", overflow="fold")
+    if width >= _WIDE:
+        table.add_column("raw", justify="right", no_wrap=True)
+        table.add_column("host", overflow="fold")
+        table.add_column("chunks by form", overflow="fold")
     for save in saves:
-        table.add_row(
+        cells = (
             save["step"],
             save["item"] or "-",
             save["started_at"][:19].replace("T", " "),
             f"{save['blocking_seconds']:.3f}",
             f"{save['total_seconds']:.2f}",
-            human_bytes(save["full_bytes"]),
             human_bytes(save["written_bytes"]),
             times(save["times_smaller"]),
+            human_bytes(save["full_bytes"]),
             save["host"] or "-",
             pairs(save["chunks_by_form"]) or "-",
         )
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 
@@ -92,17 +102,23 @@ def forecast_lines(forecast: Document | None) -> list[str]:
     written = f"A save writes {per_save} (mean of {measured}){daily}."
     if forecast["deleting"]:
         kept = forecast["steps"]
-        return [
-            written,
+        growth = (
             f"Steps are deleted, {kept} {'are' if kept != 1 else 'is'} there: in the "
             "long run as much becomes free as is written, and the store stays about as "
-            "large as it is.",
-        ]
-    return [
-        written,
-        "No step has been deleted so far, so the store grows by that with each save: "
-        f"100 more saves take {human_bytes(forecast['growth_bytes_of_100_saves'])}.",
-    ]
+            "large as it is."
+        )
+    else:
+        hundred = human_bytes(forecast["growth_bytes_of_100_saves"])
+        growth = (
+            "No step has been deleted so far, so the store grows by that with each "
+            f"save: 100 more saves take {hundred}."
+        )
+    if forecast["copies_bytes"]:
+        growth += (
+            " Once it has as many separate copies as keep_bases asks for, it takes "
+            f"about {human_bytes(forecast['copies_bytes'])} more."
+        )
+    return [written, growth]
 
 
 def owners_table(usage: Document) -> Table:

@@ -4,11 +4,12 @@ import dataclasses
 import math
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import strategies
 from strategies import open_run
 
-from orbax_delta import advice, costs, errors, usage
+from orbax_delta import advice, costs, errors, listing, usage
 
 # Seconds: interval, blocking, total, restore, mean time between failures.
 CASES = {
@@ -228,7 +229,7 @@ def test_what_a_run_is_told(run_folder):
     assert full.kept_bytes == full.month_bytes
     forecast = costs.forecast(known)
     growth = deltas.month_saves * forecast.bytes_per_save
-    assert deltas.kept_bytes == held + growth
+    assert deltas.kept_bytes == held + growth + forecast.copies_bytes
 
 
 def test_retention(run_folder):
@@ -237,10 +238,13 @@ def test_retention(run_folder):
     found = advice.advise(known, mtbf=3600.0, held_bytes=1000, keep=8)
     deltas, full = found.schemes
     assert full.kept_bytes == 8 * full.save_bytes
-    per_save = costs.forecast(known).bytes_per_save
-    assert deltas.kept_bytes == 1000 + 2 * per_save
+    forecast = costs.forecast(known)
+    copies = forecast.copies_bytes
+    # One base so far, of two.
+    assert copies == full.save_bytes
+    assert deltas.kept_bytes == 1000 + 2 * forecast.bytes_per_save + copies
     fewer = advice.advise(known, mtbf=3600.0, held_bytes=1000, keep=3)
-    assert fewer.schemes[0].kept_bytes == 1000
+    assert fewer.schemes[0].kept_bytes == 1000 + copies
 
 
 def test_without_restores(run_folder):
@@ -288,31 +292,35 @@ def test_of_nothing(run_folder):
 # --- forecasts ------------------------------------------------------------------------
 
 
-def test_a_forecast_comes_true(root, monkeypatch):
-    """Of a run with a retention: what the store takes 40 saves later."""
+@pytest.mark.parametrize("keep_bases", [0, 2])
+def test_a_forecast_comes_true(root, monkeypatch, keep_bases):
+    """Of a run with a retention: what the store takes 100 saves later."""
     strategies.skip_disk_sync(monkeypatch)
     rng = np.random.default_rng(0)
     state = {"w": rng.standard_normal(20_000), "frozen": rng.standard_normal(20_000)}
-    options = strategies.ocp.CheckpointManagerOptions(max_to_keep=3)
-    sizes = {}
-    with open_run(root, manager_options=options, keep_bases=0) as run:
-        for step in range(80):
-            state["w"] = state["w"] * 1.001
+    options = ocp.CheckpointManagerOptions(max_to_keep=3)
+    settings = {"keep_bases": keep_bases, "refresh_every": 20}
+    with open_run(root, manager_options=options, **settings) as run:
+        for step in range(124):
+            state["w"] = state["w"].copy()
+            state["w"][rng.integers(0, 20_000, 100)] += 1
             run.save(step, state)
-            known = costs.read(str(root))
-            sizes[step] = usage.held_bytes(known.root)
-            if step == 39:
-                found = costs.forecast(known)
-                assert found.deleting
-                assert found.growth_bytes(40) == 0
             if step == 2:
-                early = costs.forecast(known)
-                assert not early.deleting
-    assert 0.5 < sizes[79] / sizes[39] < 2
-    # While nothing is deleted it grows by what is written.
+                early = costs.forecast(costs.read(str(root)))
+            if step == 23:
+                known = costs.read(str(root))
+                found = costs.forecast(known)
+                now_bytes = usage.held_bytes(known.root)
+    assert not early.deleting
     assert early.growth_bytes(40) == 40 * early.bytes_per_save
     assert early.growth_bytes(40, keep=5) == 2 * early.bytes_per_save
     assert early.bytes_per_day == early.bytes_per_save * 86400 / early.seconds_between
+    assert (early.copies_bytes > 0) == (keep_bases > 0)
+    assert found.deleting
+    assert found.growth_bytes(100) == 0
+    later_bytes = usage.held_bytes(listing.read_root(str(root)))
+    expected = now_bytes + found.copies_bytes
+    assert 0.6 < later_bytes / expected < 1.6
 
 
 def test_of_one_save_no_pace_is_known(run_folder):
