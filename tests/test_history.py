@@ -18,7 +18,7 @@ from processes import Job
 from strategies import STORE, open_run
 
 import orbax_delta
-from orbax_delta import costs, errors, history, jsontext, owners, testing
+from orbax_delta import blocking, costs, errors, history, jsontext, owners, testing
 from orbax_delta.history import HistoryLog, RestoreCost, SaveCost
 from orbax_delta.manifests import encode_manifest
 from orbax_delta.store import Folder
@@ -325,3 +325,19 @@ def test_two_processes_write_one_file(root, tmp_path):
     for answer in answers:
         report = answer["report"]
         assert kept.saves[2].written_bytes == report["written_bytes"]
+
+
+def test_a_hurried_save_is_noted_when_there_is_time(root, monkeypatch):
+    """Before a preemption nothing is written but what must be; a manager closes."""
+    prepare = blocking.prepare
+    with open_run(root) as run:
+        run.save(0, {"w": np.arange(9.0)})
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                blocking,
+                "prepare",
+                lambda *args, **named: prepare(*args, **named | {"hurried": True}),
+            )
+            run.save(1, {"w": np.arange(9.0) + 1})
+        assert [cost.step for cost in read(root).saves] == ["0"]
+    assert [cost.step for cost in read(root).saves] == ["0", "1"]
