@@ -52,7 +52,9 @@ class Deviation:
             changed = np.flatnonzero(_differs(element, old, new))
             self.changed += changed.size
             if changed.size and is_float(element):
-                self._measure(old[changed], new[changed], unit)
+                every = changed.size == old.size  # dense training: no need to pick
+                chosen = slice(None) if every else changed
+                self._measure(old[chosen], new[chosen], unit)
 
     def _measure(self, old: np.ndarray, new: np.ndarray, unit: float) -> None:
         wide = np.complex128 if old.dtype.kind == "c" else np.float64

@@ -2,8 +2,8 @@
 
 Chunks that both steps cut alike are compared by their digests first, and only those
 that differ are read. Elements are compared by their bits; of floats the size of the
-change is measured too. A few dozen megabytes are held at a time. Does not belong here:
-restoring, what `verify` does.
+change is measured too. About 200 MB are held at a time, whatever the size of the steps.
+Does not belong here: restoring, what `verify` does.
 """
 
 import dataclasses
