@@ -8,7 +8,6 @@ import contextlib
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 import rich.box
@@ -49,22 +48,14 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
 
 
-class _Duration(click.ParamType[Any]):
-    """A time with a unit, as seconds."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        """Seconds of a text such as `90`, `15m`, `12h` or `2.5d`."""
-        if isinstance(value, float):
-            return value
-        found = _TIME.fullmatch(str(value))
-        if found is None:
-            self.fail(f"{value!r} is no time; expected 90, 90s, 15m, 12h or 2.5d")
-        return float(found[1]) * _UNITS[found[2]]
-
-
-_DURATION = _Duration()
+def _seconds(text: str) -> float:
+    """Seconds of a time such as `90`, `15m`, `12h` or `2.5d`."""
+    found = _TIME.fullmatch(text)
+    if found is None:
+        raise click.BadParameter(
+            f"{text!r} is no time; expected 90, 90s, 15m, 12h or 2.5d"
+        )
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def add_to(commands: click.Group) -> None:
@@ -79,7 +70,10 @@ def add_to(commands: click.Group) -> None:
 @_prometheus
 @json_option
 def history(root: str, plot: Path | None, metrics: Path | None, as_json: bool) -> int:
-    """Show what each save to ROOT has cost, also of steps that are gone."""
+    """Show what each save to ROOT has cost.
+
+    Also saves of steps that are gone.
+    """
     if plot:
         costplots.require_matplotlib()
     with bars() as progress:
@@ -108,10 +102,10 @@ def history(root: str, plot: Path | None, metrics: Path | None, as_json: bool) -
 @click.option("--leaves", is_flag=True, help="List leaves, the dearest first.")
 @json_option
 def du(root: str, leaves: bool, as_json: bool) -> int:
-    """Show where the bytes of ROOT are; reads MANIFESTs and parts, no data.
+    """Show where the bytes of ROOT are.
 
     What each step and kept base needs alone and what it shares. The figures add up to
-    the bytes of the files.
+    the bytes of the files. Reads MANIFESTs and parts, no data.
     """
     with bars() as progress:
         known = costs.read(url_of(root), progress)
@@ -143,9 +137,10 @@ def du(root: str, leaves: bool, as_json: bool) -> int:
 @click.argument("after", metavar="B")
 @json_option
 def diff(root: str, before: str, after: str, as_json: bool) -> int:
-    """Show which leaves differ between the steps A and B of ROOT, and by how much.
+    """Show which leaves differ between two steps of ROOT.
 
-    Bits are compared. Chunks with equal digests are not read.
+    How many elements of which leaves have other bits in step B than in step A, and of
+    floats by how much. Chunks with equal digests are not read.
     """
     with bars() as progress:
         found = differing.between(url_of(root), before, after, progress=progress)
@@ -180,9 +175,10 @@ def diff(root: str, before: str, after: str, as_json: bool) -> int:
     help="Print one JSON object a line for each save.",
 )
 def watch(root: str, interval: float, metrics: Path | None, as_json: bool) -> int:
-    """Follow the saves to ROOT until Ctrl-C; ROOT need not be there yet.
+    """Follow the saves to ROOT until Ctrl-C.
 
-    On a terminal a table that is kept up to date, elsewhere a line for each save.
+    On a terminal a table that is kept up to date, elsewhere a line for each save. ROOT
+    need not be there yet.
     """
     out = views.console()
     live = None if as_json or not out.is_terminal else Live(console=out)
@@ -227,20 +223,32 @@ def _picture(root: str, found: Costs | DeltaError | None, width: int) -> Group:
 
 @click.command()
 @root_argument
-@click.option("--mtbf", type=_DURATION, help="Mean time between failures of the job.")
+@click.option(
+    "--mtbf",
+    type=_seconds,
+    metavar="TIME",
+    help="Mean time between failures of the job.",
+)
 @click.option("--hosts", type=click.IntRange(min=1), help="Hosts of the job.")
 @click.option(
-    "--host-mtbf", type=_DURATION, help="Mean time between failures of one host."
+    "--host-mtbf",
+    type=_seconds,
+    metavar="TIME",
+    help="Mean time between failures of one host.",
 )
 @click.option(
     "--restart",
-    type=_DURATION,
+    type=_seconds,
+    metavar="TIME",
     default="0",
     show_default=True,
     help="From a failure until the restore begins.",
 )
 @click.option(
-    "--restore", type=_DURATION, help="Time of a restore; without it as measured."
+    "--restore",
+    type=_seconds,
+    metavar="TIME",
+    help="Time of a restore; without it as measured.",
 )
 @click.option(
     "--keep",
@@ -260,9 +268,9 @@ def advise(
     plot: Path | None,
     as_json: bool,
 ) -> int:
-    """Say how often to save to ROOT, by what its saves and restores have cost.
+    """Say how often to save to ROOT.
 
-    Times are such as 90s, 15m, 12h or 20d. Give --mtbf of the job, or --hosts and
+    By what its saves and restores have cost. Times are such as 90s, 15m, 12h or 20d. Give --mtbf of the job, or --hosts and
     --host-mtbf: many hosts fail as often as all of them together.
     """
     if plot:
