@@ -270,8 +270,9 @@ def advise(
 ) -> int:
     """Say how often to save to ROOT.
 
-    By what its saves and restores have cost. Times are such as 90s, 15m, 12h or 20d. Give --mtbf of the job, or --hosts and
-    --host-mtbf: many hosts fail as often as all of them together.
+    By what its saves and restores have cost. Times are such as 90s, 15m, 12h or 20d.
+    Give --mtbf of the job, or --hosts and --host-mtbf: many hosts fail as often as all
+    of them together.
     """
     if plot:
         costplots.require_matplotlib()
