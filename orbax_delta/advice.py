@@ -155,7 +155,8 @@ class Scheme:
     """What one kind of saves costs at its best interval.
 
     Attributes:
-        kind: `deltas` as measured, or `full`: if each save wrote everything.
+        kind: `deltas`: as the run saves; `full`: if each save wrote everything, as the
+            first one did and others that built on nothing.
         measured: Saves that it goes by.
         blocking_seconds: Median time that a save kept the caller.
         total_seconds: Median time until it was committed.
@@ -167,7 +168,8 @@ class Scheme:
         lost_seconds: Mean training time that a failure makes undone.
         month_saves: Saves in 30 days.
         month_bytes: What they write.
-        kept_bytes: What is kept at a time, under the retention.
+        kept_bytes: What is kept at a time, under the retention; of deltas with the
+            states that `keep_bases` keeps.
     """
 
     kind: str
@@ -194,6 +196,7 @@ class Advice:
         restore_seconds: From a failure until training goes on.
         restore_from: `measured`, `given`, or `assumed` to take as long as a save.
         keep: Steps that are kept; None: all.
+        bases: States that the store keeps besides.
         now_seconds: Median time from one save to the next as the run is now; None for
             fewer than two saves.
         now_overhead: Share of the time lost at that interval; None likewise.
@@ -205,6 +208,7 @@ class Advice:
     restore_seconds: float
     restore_from: str
     keep: int | None
+    bases: int
     now_seconds: float | None
     now_overhead: float | None
     step_seconds: float | None
@@ -250,7 +254,9 @@ def advise(
     if restore is None:
         restore, restore_from = _restore_seconds(known), "measured"
     kinds = {
-        "deltas": [step for step in steps if not step.is_full][-costs.RECENT_SAVES :],
+        # As the run saves: full records come among the deltas, and whole saves of them
+        # where states change densely. Only the first save of all is another matter.
+        "deltas": steps[1:][-costs.RECENT_SAVES :],
         "full": [step for step in steps if step.is_full][-costs.RECENT_SAVES :],
     }
     if restore is None:
@@ -272,6 +278,7 @@ def advise(
         restore_seconds=restart + restore,
         restore_from=restore_from,
         keep=keep,
+        bases=len(known.root.bases),
         now_seconds=ahead.seconds_between,
         now_overhead=_now(ahead, schemes[0], mtbf, restart + restore),
         step_seconds=_step_seconds(steps[-costs.RECENT_SAVES :]),

@@ -53,6 +53,7 @@ def draw_history(saves: Sequence[StepCost], path: Path) -> None:
         >>> draw_history(costs.by_step(known.saves), Path("run.png"))  # doctest: +SKIP
     """
     import matplotlib.figure
+    import matplotlib.ticker
 
     figure = matplotlib.figure.Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
     times, sizes = figure.subplots(1, 2)
@@ -73,7 +74,9 @@ def draw_history(saves: Sequence[StepCost], path: Path) -> None:
     for panel, title in ((times, "Time of a save"), (sizes, "Bytes of a save")):
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_minor_formatter("{x:g}")
+        # Numbers between the decades only where there are few of these.
+        between = matplotlib.ticker.LogFormatter(minor_thresholds=(1, 0.4))
+        panel.yaxis.set_minor_formatter(between)
         panel.set_title(title)
         panel.set_xlabel("step")
         _name_steps(panel, [save.step for save in saves])
@@ -105,7 +108,7 @@ def draw_advice(found: Advice, path: Path) -> None:
 
     figure = matplotlib.figure.Figure(figsize=(8, 4.8), dpi=130, layout="constrained")
     panel = figure.subplots()
-    for scheme in found.schemes:
+    for scheme in reversed(found.schemes):  # deltas above the others
         _draw_scheme(panel, scheme, found)
     if found.now_seconds is not None and found.now_overhead is not None:
         panel.plot(
@@ -130,8 +133,9 @@ def draw_advice(found: Advice, path: Path) -> None:
 
 def _draw_scheme(panel: "matplotlib.axes.Axes", scheme: Scheme, found: Advice) -> None:
     least = max(scheme.total_seconds, scheme.blocking_seconds * 1.01, 1e-3)
-    low = max(least, scheme.interval_seconds / 100)
-    high = max(scheme.interval_seconds * 100, (found.now_seconds or 0) * 2, low * 10)
+    now = found.now_seconds or scheme.interval_seconds
+    low = max(least, min(scheme.interval_seconds / 100, now / 2))
+    high = max(scheme.interval_seconds * 100, now * 2, low * 10)
     ratio = high / low
     intervals = [low * ratio ** (i / (_POINTS - 1)) for i in range(_POINTS)]
     lost = [
@@ -147,13 +151,14 @@ def _draw_scheme(panel: "matplotlib.axes.Axes", scheme: Scheme, found: Advice) -
     ]
     colour = _COLOURS[scheme.kind]
     best = human_seconds(scheme.interval_seconds)
-    panel.plot(intervals, lost, color=colour, linewidth=2)
+    width = 2.0 if scheme.kind == "deltas" else 5.0
+    panel.plot(intervals, lost, color=colour, linewidth=width)
     panel.plot(
         [scheme.interval_seconds],
         [100 * scheme.overhead],
         "o",
         color=colour,
-        markersize=9,
+        markersize=7 + width,
         label=f"{_NAMES[scheme.kind]}: best every {best}, {scheme.overhead:.2%} lost",
     )
 
@@ -162,7 +167,7 @@ def _tidy(panel: "matplotlib.axes.Axes") -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.25)
     panel.set_axisbelow(True)
-    panel.legend(frameon=False, fontsize=9)
+    panel.legend(edgecolor="none", framealpha=0.85, fontsize=9)
 
 
 def _save(figure: "matplotlib.figure.Figure", path: Path) -> None:

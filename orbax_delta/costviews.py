@@ -297,6 +297,11 @@ def advice_lines(advice: Document) -> list[str]:
             f"Now a save begins every {human_seconds(advice['now_seconds'])}, which "
             f"loses {advice['now_overhead']:.3%} of the time."
         )
+    if advice["bases"]:
+        lines.append(
+            "What deltas keep includes the states that the store keeps whatever is "
+            f"deleted ({advice['bases']} so far, keep_bases)."
+        )
     for scheme in advice["schemes"]:
         if scheme["waits"]:
             kind = "delta" if scheme["kind"] == "deltas" else "full save"

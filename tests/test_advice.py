@@ -267,6 +267,21 @@ def test_of_one_save(run_folder):
     assert found.step_seconds is None
 
 
+def test_full_saves_among_deltas(run_folder):
+    """Of a dense state many saves are full: they count for both schemes."""
+    known = timed(costs.read(str(run_folder)))
+    saves = [
+        dataclasses.replace(save, chunks_by_form={"planes": 1}, written_bytes=1000)
+        if save.step in ("2", "4")
+        else dataclasses.replace(save, written_bytes=100)
+        for save in known.saves
+    ]
+    known = dataclasses.replace(known, saves=saves)
+    deltas, full = advice.advise(known, mtbf=3600.0, held_bytes=0).schemes
+    assert (deltas.measured, deltas.save_bytes) == (5, 460)
+    assert (full.measured, full.save_bytes) == (3, 700)
+
+
 def test_saves_that_wait(run_folder):
     """Where blocking is short and a save is long, the interval is the save."""
     known = timed(costs.read(str(run_folder)))

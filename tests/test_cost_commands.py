@@ -282,6 +282,7 @@ def test_advise(made, command, document):
     assert "One failure in 7 h 30 min; after one it takes 6 min 30 s until" in out
     assert "(as given)" in out
     assert "kept with 4 steps" in out
+    assert "whatever is deleted (1 so far, keep_bases)" in out
     assert "Now a save begins every 0." in out
     code, found = document("advise", made, "--mtbf", "90", "--keep", 9)
     assert (code, found["mtbf_seconds"], found["keep"]) == (0, 90.0, 9)
