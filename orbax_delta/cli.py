@@ -1,14 +1,14 @@
-"""The command line: `orbax-delta ls|show|verify|repair|prune|forget|moved|demo`.
+"""The command line: `orbax-delta ls|show|verify|repair|prune|forget|moved|demo|...`.
 
 Tables on a terminal, plain columns in a pipe, one JSON document with `--json`;
 progress on stderr. Starts without jax for everything but `demo` and what `exchanging`
-adds. Does not belong here: what a table holds (`views`), anything that reads a step.
+adds. Does not belong here: what a table holds (`views`), anything that reads a step,
+what costs (`costcommands`).
 """
 
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +17,10 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
 
 from orbax_delta import (
     check,
+    costcommands,
     documents,
     errors,
     exchanging,
@@ -39,10 +38,15 @@ from orbax_delta.errors import (
     InvalidInputError,
     NotFoundError,
 )
-from orbax_delta.listing import Item, Progress
+from orbax_delta.listing import Item
 from orbax_delta.steps import Step, open_step
 from orbax_delta.store import DeltaStore, Folder
 from orbax_delta.storefiles import STORE_FILE, UUID
+from orbax_delta.terminal import bars as _progress
+from orbax_delta.terminal import json_option as _json
+from orbax_delta.terminal import print_json as _print_json
+from orbax_delta.terminal import root_argument as _root
+from orbax_delta.terminal import url_of as _url
 
 EXIT_CODES: Mapping[int, str] = {
     0: "done; nothing is wrong",
@@ -61,11 +65,6 @@ _EPILOG = "\b\nExit codes:\n" + "\n".join(
     f"{code:>5}  {meaning}" for code, meaning in EXIT_CODES.items()
 )
 
-_root = click.argument("root", metavar="ROOT")
-_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
-)
-
 
 @click.group(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="orbax-delta", prog_name="orbax-delta")
@@ -76,6 +75,9 @@ def commands() -> None:
     gs://bucket/run. Nothing but repair, prune, forget, moved, import and demo changes
     anything in it.
     """
+
+
+costcommands.add_to(commands)
 
 
 @commands.command()
@@ -307,10 +309,6 @@ def demo(
     return 0 if result.exact else CorruptionError.exit_code
 
 
-def _url(root: str) -> str:
-    return root if "://" in root else os.path.abspath(root)
-
-
 def _sizes(folder: Folder, names: Sequence[str]) -> dict[str, int]:
     """Sizes of files on a local disk; what is elsewhere or gone is left out."""
     sizes = {}
@@ -319,34 +317,6 @@ def _sizes(folder: Folder, names: Sequence[str]) -> dict[str, int]:
             with contextlib.suppress(OSError):
                 sizes[name] = os.stat(folder.url + name).st_size
     return sizes
-
-
-def _print_json(document: Any) -> None:
-    click.echo(json.dumps(document, indent=2, allow_nan=False))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """Bars on stderr, one for each thing counted, if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    bars = Bars(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    )
-    tasks = {}
-
-    def show_progress(what: str, done: int, total: int) -> None:
-        if what not in tasks:
-            tasks[what] = bars.add_task(what, total=total)
-        bars.update(tasks[what], completed=done)
-
-    with bars:
-        yield show_progress
 
 
 @contextlib.contextmanager

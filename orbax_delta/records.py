@@ -237,6 +237,23 @@ def parse_pack(pack: memoryview) -> PackIndex:
     return PackIndex(attempt=attempt, number=number, spans=spans)
 
 
+PACK_END_BYTES = _INDEX_ENTRY.size + _PACK_TAIL.size
+"""Of a pack's end: the last entry of its index and the tail tell the pack's size."""
+
+
+def pack_bytes(end: bytes) -> int:
+    """Size of a pack of which `end` is the last `PACK_END_BYTES`.
+
+    Raises:
+        CorruptionError: It is no end of a pack.
+    """
+    if len(end) != PACK_END_BYTES or not end.endswith(PACK_END_MAGIC):
+        raise CorruptionError("a pack's footer is damaged or cut off")
+    offset, length = _INDEX_ENTRY.unpack_from(end)
+    _, index_bytes, _, _ = _PACK_TAIL.unpack_from(end, _INDEX_ENTRY.size)
+    return int(offset + length + index_bytes + _PACK_TAIL.size)
+
+
 def check_magic(data: bytes | memoryview, magic: bytes, what: str) -> None:
     """Magic and version of a pack or part, before anything that another one changes.
 

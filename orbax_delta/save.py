@@ -13,7 +13,7 @@ import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 
-from orbax_delta import agreement, lossy, memory, registry, upkeep
+from orbax_delta import agreement, lossy, memory, owners, registry, upkeep
 from orbax_delta.agreement import Announcement, Ballot
 from orbax_delta.background import Stopwatch
 from orbax_delta.base import Base
@@ -25,6 +25,7 @@ from orbax_delta.errors import (
     DisagreementError,
     StorageError,
 )
+from orbax_delta.history import SaveCost
 from orbax_delta.kin import Kin
 from orbax_delta.leaves import Snapshot
 from orbax_delta.manifests import (
@@ -88,6 +89,15 @@ def _run(
     store, manifest = attempt.store, attempt.manifest
     if store is None or manifest is None:
         return report  # the primary does the rest
+    state.history.saved(
+        SaveCost.of(
+            report,
+            attempt=manifest.attempt,
+            started=request.wall_time,
+            host=owners.this_process().host_name,
+            processes=len(request.round.job.processes),
+        )
+    )
     if not request.hurried:
         upkeep.keep_base(store, state, attempt.base_plan, manifest, attempt.item)
         state.seen = seen

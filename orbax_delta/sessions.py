@@ -10,11 +10,13 @@ import dataclasses
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 
-from orbax_delta import fallback, save, upkeep
+from orbax_delta import fallback, monitoring, owners, save, upkeep
 from orbax_delta.blocking import SaveRequest
 from orbax_delta.fallback import OnCorruption
+from orbax_delta.history import RestoreCost
 from orbax_delta.hosts import ALONE, Job, Round
 from orbax_delta.live import Live
 from orbax_delta.options import DeltaOptions
@@ -93,10 +95,13 @@ class Sessions:
             DeltaError: What another process failed with, of the class it had there.
         """
         if request.place.root_url is None:
-            return save.run(request, ItemState())
-        with self._using(request.place) as session:
-            session.options = request.options
-            return save.run(request, session.state)
+            report = save.run(request, ItemState())
+        else:
+            with self._using(request.place) as session:
+                session.options = request.options
+                report = save.run(request, session.state)
+        monitoring.saved(report)
+        return report
 
     def restore(
         self,
@@ -118,6 +123,7 @@ class Sessions:
             CorruptionError: Something stored is damaged past healing.
             DeltaError: What another process of `job` failed with.
         """
+        started = time.time()
         session = self._sessions.get(_key(place))
         if live is not None and session is not None:
             # A save may change it meanwhile. Then less of it is found, and nothing
@@ -130,6 +136,14 @@ class Sessions:
         if place.root_url is not None and result.base.store_uuid:
             with self._using(place) as used, used.state.lock:
                 used.state.base = result.base
+                if job.primary:
+                    cost = RestoreCost.of(
+                        result.report,
+                        started=started,
+                        host=owners.this_process().host_name,
+                    )
+                    used.state.history.restored(cost)
+        monitoring.restored(result.report)
         return result
 
     def confirm(self, place: Place, job: Job) -> None:

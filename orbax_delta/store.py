@@ -163,13 +163,17 @@ class Folder:
         return bytes(got.value) if got.state == "value" else None
 
     def start_read(self, key: str, offset: int, length: int) -> Pending:
-        """Begin to read a byte range; `result()` has `.state` and `.value`."""
+        """Begin to read a byte range; `result()` has `.state` and `.value`.
+
+        With an offset of `-length` it is the end of the value.
+        """
         what = f"read {length} bytes at {offset} of {self.url}{key}"
-        if length > 0 and localreads.SUPPORTED and self._is_file(key):
+        plain = length > 0 and offset >= 0
+        if plain and localreads.SUPPORTED and self._is_file(key):
             read = localreads.LocalRead(self.url + key, offset, length)
             read.announce()
             return _Operation(what, read)
-        byte_range = slice(offset, offset + length)
+        byte_range = slice(offset, None if offset < 0 else offset + length)
         return _Operation(what, self._kvstore.read(key, byte_range=byte_range))
 
     def _is_file(self, key: str) -> bool:

@@ -19,6 +19,7 @@ from orbax_delta.errors import (
     NotFoundError,
     StorageError,
 )
+from orbax_delta.history import HistoryLog
 from orbax_delta.kin import Kin
 from orbax_delta.manifests import MANIFEST_NAME, Manifest
 from orbax_delta.marks import Mark, read_marks, usable_packs
@@ -49,6 +50,7 @@ class ItemState:
         held: Bytes of the contents that the last save left in memory.
         loose: Pins to delete that the store would not delete; tried again with the
             next save.
+        history: What saves and restores have cost.
         lock: One save at a time, whatever calls.
     """
 
@@ -62,6 +64,7 @@ class ItemState:
     elsewhere: frozenset[str] | None = None
     held: int = 0
     loose: set[str] = dataclasses.field(default_factory=set)
+    history: HistoryLog = dataclasses.field(default_factory=HistoryLog)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def stored(self) -> Stored:
@@ -161,7 +164,7 @@ def keep_base(
 def tidy(
     store: DeltaStore, state: ItemState, options: DeltaOptions, *, saved: Place | None
 ) -> None:
-    """Refresh the markers; prune when steps have gone or one was saved again."""
+    """Prune when steps have gone or one was saved again; refresh markers, history."""
     try:
         if state.loose:
             _let_go(store, state)
@@ -178,10 +181,14 @@ def tidy(
             state.seen = found
         else:
             look_elsewhere(store, state)
-        registry.renew(store)
     except DeltaError as error:
         # Whatever became of the save: what could not be tidied is garbage, not harm.
         _logger.warning("while tidying up: %s", error)
+    try:
+        registry.renew(store)  # refuses where the root has been moved
+        state.history.write(store.root)
+    except DeltaError as error:
+        _logger.warning("what saves cost could not be noted: %s", error)
 
 
 def look_elsewhere(store: DeltaStore, state: ItemState) -> None:

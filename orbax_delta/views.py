@@ -71,7 +71,7 @@ class _PlainTable(Table):
         super().add_row(*map(plain, cells), **named)
 
 
-def _table(left: Iterable[str], right: Iterable[str]) -> Table:
+def columns_table(left: Iterable[str], right: Iterable[str]) -> Table:
     """A table with columns that are aligned left and right."""
     table = _PlainTable(pad_edge=False)
     for name in left:
@@ -86,7 +86,7 @@ def _table(left: Iterable[str], right: Iterable[str]) -> Table:
 
 def steps_table(root: Document) -> Table:
     """What `ls` shows: one line a step and item."""
-    table = _table(
+    table = columns_table(
         ["step", "item", "saved at"],
         # Short, so that a line fits a terminal of 80 columns.
         ["raw", "written", "smaller", "packs", "records", "after"],
@@ -101,7 +101,7 @@ def steps_table(root: Document) -> Table:
             _saved_at(entry),
             human_bytes(entry["full_bytes"]),
             human_bytes(entry["written_bytes"]),
-            _times(entry["times_smaller"]),
+            times(entry["times_smaller"]),
             str(entry["packs"]),
             _records(entry),
             entry["predecessor"] or "-",
@@ -113,7 +113,7 @@ def steps_table(root: Document) -> Table:
 
 def bases_table(root: Document) -> Table:
     """What `ls --bases` shows: kept states, as the steps they were."""
-    table = _table(["step", "item", "saved at"], ["raw", "packs"])
+    table = columns_table(["step", "item", "saved at"], ["raw", "packs"])
     table.add_column("folder", overflow="fold")
     for entry in root["bases"]:
         if "error" in entry:
@@ -138,7 +138,8 @@ def _step(entry: Document) -> str:
     return str(entry["step"]) + ("" if entry["finished"] else " (unfinished)")
 
 
-def _times(ratio: float) -> str:
+def times(ratio: float) -> str:
+    """How many times smaller."""
     return f"{ratio:.2f}" if ratio < 100 else f"{ratio:,.0f}"
 
 
@@ -194,8 +195,8 @@ def facts_table(step: Document) -> Table:
         *_report_facts(step),
         ("packs", f"{step['packs']} in {step['packs_url']}"),
         ("store", step["store_uuid"] or "none, the packs lie beside the MANIFEST"),
-        ("options", _pairs(step["options"])),
-        ("versions", _pairs(step["versions"])),
+        ("options", pairs(step["options"])),
+        ("versions", pairs(step["versions"])),
         ("custom metadata", str(step["custom_metadata"] or "none")),
     ):
         table.add_row(name, text)
@@ -204,21 +205,21 @@ def facts_table(step: Document) -> Table:
 
 def _report_facts(step: Document) -> list[tuple[str, str]]:
     report = step["report"]
-    stages = _pairs(report["stage_seconds"], lambda value: f"{value:.3f}")
+    stages = pairs(report["stage_seconds"], lambda value: f"{value:.3f}")
     return [
         ("raw", human_bytes(step["full_bytes"])),
         (
             "written",
             f"{human_bytes(step['written_bytes'])}, "
-            f"{_times(step['times_smaller'])} times smaller",
+            f"{times(step['times_smaller'])} times smaller",
         ),
         (
             "changed",
             f"{report['elements_changed']:,} of {report['elements']:,} elements, "
             f"{report['blocks_changed']:,} of {report['blocks']:,} blocks of 4 KiB",
         ),
-        ("chunks", _pairs(report["chunks_by_form"]) or "none"),
-        ("new records", _pairs(report["bytes_by_form"], human_bytes) or "none"),
+        ("chunks", pairs(report["chunks_by_form"]) or "none"),
+        ("new records", pairs(report["bytes_by_form"], human_bytes) or "none"),
         (
             "seconds",
             f"{report['blocking_seconds']:.3f} blocking, "
@@ -227,13 +228,14 @@ def _report_facts(step: Document) -> list[tuple[str, str]]:
     ]
 
 
-def _pairs(values: Document, text: Callable[[Any], str] = str) -> str:
+def pairs(values: Document, text: Callable[[Any], str] = str) -> str:
+    """Names with their values, in one line."""
     return ", ".join(f"{name} {text(value)}" for name, value in values.items())
 
 
 def leaves_table(step: Document) -> Table:
     """What `show` says of each leaf."""
-    table = _table(
+    table = columns_table(
         ["leaf", "kind", "dtype", "shape"],
         ["chunks", "records", "stored", "forms"],
     )
@@ -247,7 +249,7 @@ def leaves_table(step: Document) -> Table:
             str(leaf["chunks"]),
             _records(leaf) if stored else "-",
             human_bytes(leaf["stored_bytes"]) if stored else "-",
-            _pairs(leaf["forms"]) or "-",
+            pairs(leaf["forms"]) or "-",
         )
     return table
 
@@ -255,7 +257,7 @@ def leaves_table(step: Document) -> Table:
 def errors_table(step: Document) -> Table | None:
     """What `show` says of leaves that were stored within a bound; None: of none."""
     errors = step["report"].get("lossy", {})
-    table = _table(
+    table = columns_table(
         ["leaf", "policy"], ["bound", "largest error", "rms error", "exact chunks"]
     )
     found = [leaf for leaf in step["leaves"] if leaf["lossy"]]
@@ -359,7 +361,7 @@ def _names(names: Sequence[str]) -> str:
 
 def packs_table(prune: Document) -> Table:
     """The packs that `prune` deletes, the first of many."""
-    table = _table(["pack"], ["bytes"])
+    table = columns_table(["pack"], ["bytes"])
     entries = prune["dead"] if prune["dry_run"] else prune["deleted"]
     for entry in entries[:_MAX_ROWS]:
         size = entry["bytes"]

@@ -357,6 +357,7 @@ def test_managers_on_disk_whose_packs_are_in_a_bucket(
         assert {path.name for path in (root / STORE).iterdir()} == {
             "ROOT.json",
             COMMIT_MARKER,
+            "history",
         }
     shutil.rmtree(roots[0])
     code, answer = command("prune", str(roots[1]))

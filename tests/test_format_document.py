@@ -510,6 +510,7 @@ def test_a_saved_root_has_the_documented_files(root):
         "pins/*": f"pins/{patterns['pin']}",
         "condemned/*": f"condemned/{patterns['condemned mark']}",
         "roots/*": f"roots/{patterns['root']}",
+        "history/*": f"history/{patterns['attempt']}",
         "bases/*": f"bases/{patterns['attempt']}/({patterns['part']}|MANIFEST)",
         "part-*": patterns["part"],
         "MANIFEST": "MANIFEST",
@@ -532,8 +533,9 @@ def test_a_root_of_a_shared_store_has_the_documented_files(root, tmp_path):
         manager.save(0, args=ocp.args.StandardSave({"w": np.arange(1000.0)}))
         manager.wait_until_finished()
     below = root / store.STORE_NAME
-    files = ["ROOT.json", "commit_success.txt"]
+    files = ["ROOT.json", "commit_success.txt", "history"]
     assert sorted(path.name for path in below.iterdir()) == files
+    files[-1] += "/<attempt>"
     assert all(f"    {name}\n" in DOCUMENT for name in files)
     (entry,) = (where / "roots").iterdir()
     (pattern,) = [row["pattern"] for row in TABLES["2.1"][0] if row["name"] == "root"]
@@ -544,6 +546,26 @@ def test_a_root_of_a_shared_store_has_the_documented_files(root, tmp_path):
         meaning = {row["field"]: row["meaning"] for row in table}
         assert str(document["format_version"]) == meaning["format_version"]
         assert f"`{document['magic']}`" == f"`{meaning['magic']}`"
+
+
+def test_the_history_has_the_documented_fields(root):
+    """Section 9.5: of saves, and of restores by processes that save afterwards."""
+    for step in range(2):
+        registry = orbax_delta.handler_registry()
+        with ocp.CheckpointManager(root, handler_registry=registry) as manager:
+            if step:
+                manager.restore(0, args=ocp.args.StandardRestore())
+            manager.save(step, args=ocp.args.StandardSave({"w": np.arange(9.0)}))
+    found = {}
+    for path in (root / store.STORE_NAME / "history").iterdir():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert path.name == next(x["attempt"] for x in lines if "attempt" in x)
+        found |= {line["kind"]: line for line in lines}
+    for table, kind in zip(TABLES["9.5"], ("save", "restore"), strict=True):
+        assert sorted(found[kind]) == _names(table)
+        meaning = {row["field"]: row["meaning"] for row in table}
+        assert meaning["kind"] == kind
+        assert meaning["format_version"] == str(found[kind]["format_version"])
 
 
 def test_a_condemned_mark_has_the_documented_name(tmp_path):

@@ -116,7 +116,7 @@ def test_two_runs_on_one_store(tmp_path, shared):
     for name in "ab":
         root = tmp_path / name
         below = {path.name for path in (root / STORE).iterdir()}
-        assert below == {"ROOT.json", "commit_success.txt"}
+        assert below == {"ROOT.json", "commit_success.txt", "history"}
         link = storefiles.parse_root((root / STORE / "ROOT.json").read_bytes(), "it")
         assert link.store == str(store)
         assert link.store_uuid == document["uuid"]
@@ -137,7 +137,7 @@ def test_a_root_keeps_its_store(tmp_path, shared):
     check_steps(tmp_path / "a", range(3))
     assert read_step(tmp_path / "a", 2).packs.url == f"{tmp_path}/store/packs/"
     below = {path.name for path in (tmp_path / "a" / STORE).iterdir()}
-    assert below == {"ROOT.json", "commit_success.txt"}
+    assert below == {"ROOT.json", "commit_success.txt", "history"}
 
 
 def test_a_root_without_the_option_has_its_own_store(root):

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from strategies import assert_same_tree, open_run
 
 import orbax_delta
-from orbax_delta import prune, repair
+from orbax_delta import listing, prune, repair, usage
 from orbax_delta.store import DeltaStore, Folder
 
 PICK = st.integers(0, 1000)
@@ -140,6 +140,15 @@ class Machine(RuleBasedStateMachine):
             self.run.manager.delete(step)
         del self.model[step]
         self.gone.add(step)
+
+    @precondition(lambda self: self.model or self.trash or self.gone)
+    @rule()
+    def measure(self):
+        """What `du` says adds up to what the files take."""
+        used = usage.measure(listing.read_root(str(self.root)))
+        assert used.total_bytes == strategies.disk_bytes(self.root)
+        assert used.rest_bytes >= 0
+        assert not used.problems
 
     @precondition(lambda self: self.gone)
     @rule(pick=PICK)

@@ -1,0 +1,305 @@
+"""The commands about costs: `orbax-delta history|du|diff|watch|advise`.
+
+Like all of `cli` they start without jax. Does not belong here: what they show
+(`costviews`, `costdocuments`), anything that is worked out.
+"""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+
+import click
+import rich.box
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from orbax_delta import (
+    advice,
+    costdocuments,
+    costplots,
+    costs,
+    costviews,
+    differing,
+    prometheus,
+    usage,
+    views,
+    watching,
+)
+from orbax_delta.costs import Costs
+from orbax_delta.errors import CorruptionError, DeltaError, InvalidInputError
+from orbax_delta.terminal import bars, json_option, print_json, root_argument, url_of
+
+_WATCHED_SAVES = 15
+
+_plot = click.option(
+    "--plot", type=click.Path(path_type=Path), help="Write a PNG here."
+)
+_prometheus = click.option(
+    "--prometheus",
+    "metrics",
+    type=click.Path(path_type=Path),
+    help="Write metrics here, for the textfile collector of node-exporter.",
+)
+
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
+
+
+def _seconds(text: str) -> float:
+    """Seconds of a time such as `90`, `15m`, `12h` or `2.5d`."""
+    found = _TIME.fullmatch(text)
+    if found is None:
+        raise click.BadParameter(
+            f"{text!r} is no time; expected 90, 90s, 15m, 12h or 2.5d"
+        )
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def add_to(commands: click.Group) -> None:
+    """Add these commands to the others."""
+    for command in (history, du, diff, watch, advise):
+        commands.add_command(command)
+
+
+@click.command()
+@root_argument
+@_plot
+@_prometheus
+@json_option
+def history(root: str, plot: Path | None, metrics: Path | None, as_json: bool) -> int:
+    """Show what each save to ROOT has cost.
+
+    Also saves of steps that are gone.
+    """
+    if plot:
+        costplots.require_matplotlib()
+    with bars() as progress:
+        known = costs.read(url_of(root), progress)
+    if metrics:
+        prometheus.write(metrics, known)
+    document = costdocuments.of_history(known, costs.forecast(known))
+    if as_json:
+        print_json(document)
+    else:
+        out = views.console()
+        views.show(out, costviews.history_table(document["saves"], out.width))
+        views.say(
+            out,
+            *costviews.restore_lines(document),
+            *costviews.forecast_lines(document["forecast"]),
+            *document["problems"],
+        )
+    if plot and known.saves:
+        costplots.draw_history(costs.by_step(known.saves), plot)
+    return known.exit_code
+
+
+@click.command()
+@root_argument
+@click.option("--leaves", is_flag=True, help="List leaves, the dearest first.")
+@json_option
+def du(root: str, leaves: bool, as_json: bool) -> int:
+    """Show where the bytes of ROOT are.
+
+    What each step and kept base needs alone and what it shares. The figures add up to
+    the bytes of the files. Reads MANIFESTs and parts, no data.
+    """
+    with bars() as progress:
+        known = costs.read(url_of(root), progress)
+        used = usage.measure(known.root, progress)
+    forecast = costs.forecast(known)
+    document = costdocuments.of_usage(known.root.folder.url, used, forecast)
+    if as_json:
+        print_json(document)
+        return used.exit_code
+    out = views.console()
+    if leaves:
+        views.show(out, costviews.leaves_table(document))
+    else:
+        views.show(out, costviews.owners_table(document))
+        views.say(out, "")
+        views.show(out, costviews.usage_table(document))
+        views.say(
+            out,
+            *costviews.elsewhere_lines(document),
+            *costviews.forecast_lines(document["forecast"]),
+        )
+    views.say(out, *document["problems"])
+    return used.exit_code
+
+
+@click.command()
+@root_argument
+@click.argument("before", metavar="A")
+@click.argument("after", metavar="B")
+@json_option
+def diff(root: str, before: str, after: str, as_json: bool) -> int:
+    """Show which leaves differ between two steps of ROOT.
+
+    How many elements of which leaves have other bits in step B than in step A, and of
+    floats by how much. Chunks with equal digests are not read.
+    """
+    with bars() as progress:
+        found = differing.between(url_of(root), before, after, progress=progress)
+    document = costdocuments.of_diff(before, after, found)
+    if as_json:
+        print_json(document)
+    else:
+        out = views.console()
+        for item in document["items"]:
+            table = costviews.diff_table(item)
+            if table.row_count:
+                views.show(out, table)
+            views.say(out, *costviews.diff_lines(item))
+    damaged = any(item.damaged for item in found)
+    return CorruptionError.exit_code if damaged else 0
+
+
+@click.command()
+@root_argument
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=5.0,
+    show_default=True,
+    help="Seconds between two looks.",
+)
+@_prometheus
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object a line for each save.",
+)
+def watch(root: str, interval: float, metrics: Path | None, as_json: bool) -> int:
+    """Follow the saves to ROOT until Ctrl-C.
+
+    On a terminal a table that is kept up to date, elsewhere a line for each save. ROOT
+    need not be there yet.
+    """
+    out = views.console()
+    live = None if as_json or not out.is_terminal else Live(console=out)
+    seen: set[tuple[str, str, int]] = set()
+    try:
+        with live or contextlib.nullcontext():
+            for found in watching.follow(url_of(root), seconds=interval):
+                if live:
+                    live.update(_picture(root, found, out.width), refresh=True)
+                if not isinstance(found, Costs):
+                    continue
+                fresh = [save for save in found.saves if save.identity not in seen]
+                seen.update(save.identity for save in fresh)
+                if metrics and fresh:
+                    prometheus.write(metrics, found)
+                for save in () if live else fresh:
+                    document = costdocuments.of_save(save)
+                    line = json.dumps(document) if as_json else None
+                    click.echo(line or views.plain(costviews.save_line(document)))
+    except KeyboardInterrupt:
+        pass  # how one leaves it
+    return 0
+
+
+def _picture(root: str, found: Costs | DeltaError | None, width: int) -> Group:
+    """What the terminal shows after one look."""
+    if found is None:
+        return Group(Text(views.plain(f"Nothing has been saved to {root} yet.")))
+    if isinstance(found, DeltaError):
+        return Group(Text(views.plain(str(found)), style="red"))
+    document = costdocuments.of_history(found, costs.forecast(found))
+    table = costviews.history_table(document["saves"][-_WATCHED_SAVES:], width)
+    table.box = rich.box.SIMPLE_HEAD
+    lines = [
+        *costviews.restore_lines(document),
+        *costviews.forecast_lines(document["forecast"]),
+        *document["problems"],
+        f"Saves known: {len(document['saves'])}. Ctrl-C ends.",
+    ]
+    return Group(table, *(Text(views.plain(line)) for line in lines))
+
+
+@click.command()
+@root_argument
+@click.option(
+    "--mtbf",
+    type=_seconds,
+    metavar="TIME",
+    help="Mean time between failures of the job.",
+)
+@click.option("--hosts", type=click.IntRange(min=1), help="Hosts of the job.")
+@click.option(
+    "--host-mtbf",
+    type=_seconds,
+    metavar="TIME",
+    help="Mean time between failures of one host.",
+)
+@click.option(
+    "--restart",
+    type=_seconds,
+    metavar="TIME",
+    default="0",
+    show_default=True,
+    help="From a failure until the restore begins.",
+)
+@click.option(
+    "--restore",
+    type=_seconds,
+    metavar="TIME",
+    help="Time of a restore; without it as measured.",
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    help="Steps that are kept; without it as many as now.",
+)
+@_plot
+@json_option
+def advise(
+    root: str,
+    mtbf: float | None,
+    hosts: int | None,
+    host_mtbf: float | None,
+    restart: float,
+    restore: float | None,
+    keep: int | None,
+    plot: Path | None,
+    as_json: bool,
+) -> int:
+    """Say how often to save to ROOT.
+
+    By what its saves and restores have cost. Times are such as 90s, 15m, 12h or 20d.
+    Give --mtbf of the job, or --hosts and --host-mtbf: many hosts fail as often as all
+    of them together.
+    """
+    if plot:
+        costplots.require_matplotlib()
+    if (mtbf is None) == (hosts is None or host_mtbf is None):
+        raise InvalidInputError(
+            "advise needs to know how often the job fails: give either --mtbf, or both "
+            "--hosts and --host-mtbf"
+        )
+    if mtbf is None and hosts and host_mtbf is not None:
+        mtbf = host_mtbf / hosts
+    with bars() as progress:
+        known = costs.read(url_of(root), progress)
+    found = advice.advise(
+        known,
+        mtbf=mtbf or 0.0,
+        held_bytes=usage.held_bytes(known.root),
+        restart=restart,
+        restore=restore,
+        keep=keep,
+    )
+    document = costdocuments.of_advice(known.root.folder.url, found)
+    if as_json:
+        print_json(document)
+    else:
+        out = views.console()
+        views.show(out, costviews.advice_table(document))
+        views.say(out, *costviews.advice_lines(document), *known.damaged)
+    if plot:
+        costplots.draw_advice(found, plot)
+    return known.exit_code
