@@ -42,11 +42,7 @@ from orbax_delta.listing import Item
 from orbax_delta.steps import Step, open_step
 from orbax_delta.store import DeltaStore, Folder
 from orbax_delta.storefiles import STORE_FILE, UUID
-from orbax_delta.terminal import bars as _progress
-from orbax_delta.terminal import json_option as _json
-from orbax_delta.terminal import print_json as _print_json
-from orbax_delta.terminal import root_argument as _root
-from orbax_delta.terminal import url_of as _url
+from orbax_delta.terminal import bars, json_option, print_json, root_argument, url_of
 
 EXIT_CODES: Mapping[int, str] = {
     0: "done; nothing is wrong",
@@ -78,20 +74,21 @@ def commands() -> None:
 
 
 costcommands.add_to(commands)
+exchanging.add_to(commands)
 
 
 @commands.command()
-@_root
+@root_argument
 @click.option("--bases", is_flag=True, help="List the states that the store keeps.")
-@_json
+@json_option
 def ls(root: str, bases: bool, as_json: bool) -> int:
     """List the steps of ROOT; reads nothing but their MANIFESTs."""
-    with _progress() as progress:
-        found = listing.read_root(_url(root), progress)
+    with bars() as progress:
+        found = listing.read_root(url_of(root), progress)
     packs = found.store.packs.names()
     document = documents.of_root(found, _sizes(found.store.packs, packs), packs)
     if as_json:
-        _print_json(document)
+        print_json(document)
     else:
         out = views.console()
         table = views.bases_table if bases else views.steps_table
@@ -102,16 +99,16 @@ def ls(root: str, bases: bool, as_json: bool) -> int:
 
 
 @commands.command()
-@_root
+@root_argument
 @click.argument("step", metavar="STEP")
-@_json
+@json_option
 def show(root: str, step: str, as_json: bool) -> int:
     """Show what STEP of ROOT holds, leaf by leaf."""
-    with _progress() as progress:
-        items = listing.read_root(_url(root), progress).select([step])
+    with bars() as progress:
+        items = listing.read_root(url_of(root), progress).select([step])
         shown = [documents.of_step(item, _open(item)) for item in items]
     if as_json:
-        _print_json({"items": shown})
+        print_json({"items": shown})
         return 0
     out = views.console()
     for document in shown:
@@ -132,19 +129,19 @@ def _open(item: Item) -> Step:
 
 
 @commands.command()
-@_root
+@root_argument
 @click.argument("names", nargs=-1, metavar="[STEP]...")
-@_json
+@json_option
 def verify(root: str, names: tuple[str, ...], as_json: bool) -> int:
     """Read and decode everything that the steps of ROOT need.
 
     Changes nothing. With STEPs, only what these need is looked at.
     """
-    with _progress() as progress:
-        report = check.verify(_url(root), names, progress=progress)
+    with bars() as progress:
+        report = check.verify(url_of(root), names, progress=progress)
     document = documents.of_verification(report)
     if as_json:
-        _print_json(document)
+        print_json(document)
     else:
         out = views.console()
         views.say(out, *views.problem_lines(document), *views.verify_lines(document))
@@ -152,9 +149,9 @@ def verify(root: str, names: tuple[str, ...], as_json: bool) -> int:
 
 
 @commands.command("repair")
-@_root
+@root_argument
 @click.option("--dry-run", is_flag=True, help="Only say what would be mended.")
-@_json
+@json_option
 def repair_(root: str, dry_run: bool, as_json: bool) -> int:
     """Mend what ROOT itself can make good again.
 
@@ -162,32 +159,32 @@ def repair_(root: str, dry_run: bool, as_json: bool) -> int:
     has, STORE.json, unreadable pins. Best done while no job saves to ROOT: a save under
     way may have to be repeated.
     """
-    with _progress() as progress:
-        report = repair.repair(_url(root), dry_run=dry_run, progress=progress)
+    with bars() as progress:
+        report = repair.repair(url_of(root), dry_run=dry_run, progress=progress)
     document = documents.of_repair(report)
     if as_json:
-        _print_json(document)
+        print_json(document)
     else:
         views.say(views.console(), *views.repair_lines(document))
     return 0 if report.ok else CorruptionError.exit_code
 
 
 @commands.command("prune")
-@_root
+@root_argument
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @click.option(
     "--break-pins",
     is_flag=True,
     help="Take pins of other hosts for left behind. A save under way there fails.",
 )
-@_json
+@json_option
 def prune_(root: str, dry_run: bool, break_pins: bool, as_json: bool) -> int:
     """Delete packs of ROOT that no step needs any more.
 
     ROOT can be a shared store, too. A prune of one needs all roots that use it.
     """
     with _spinner("reading MANIFESTs") as say:
-        store = _open_store(_url(root))
+        store = _open_store(url_of(root))
         known: prune.Known = {}
         plan = prune.plan(store, break_pins=break_pins, known=known)
         sizes = _sizes(store.packs, [*plan.dead, *plan.live])
@@ -197,7 +194,7 @@ def prune_(root: str, dry_run: bool, break_pins: bool, as_json: bool) -> int:
             deleted = prune.execute(store, plan, known=known)
     document = documents.of_prune(plan, deleted, sizes, dry_run=dry_run)
     if as_json:
-        _print_json(document)
+        print_json(document)
         return 0
     out = views.console()
     if plan.dead:
@@ -207,7 +204,7 @@ def prune_(root: str, dry_run: bool, break_pins: bool, as_json: bool) -> int:
 
 
 @commands.command()
-@_root
+@root_argument
 @click.option(
     "--store",
     "where",
@@ -215,7 +212,7 @@ def prune_(root: str, dry_run: bool, break_pins: bool, as_json: bool) -> int:
     help="The shared store that ROOT has used, or another root that uses it.",
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@_json
+@json_option
 def forget(root: str, where: str, yes: bool, as_json: bool) -> int:
     """Remove ROOT from the registry of a shared store.
 
@@ -224,8 +221,8 @@ def forget(root: str, where: str, yes: bool, as_json: bool) -> int:
     only it needed. ROOT is its folder, or the identity that a message names.
     """
     _refuse_to_ask(yes, as_json)
-    store = _open_shared(_url(where))
-    found = forgetting.plan(store, root if UUID.fullmatch(root) else _url(root))
+    store = _open_shared(url_of(where))
+    found = forgetting.plan(store, root if UUID.fullmatch(root) else url_of(root))
     document = documents.of_forget(found)
     if not yes:
         views.say(views.console(), *views.forget_lines(document, done=False))
@@ -241,7 +238,7 @@ def _refuse_to_ask(yes: bool, as_json: bool) -> None:
 
 def _done(document: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> int:
     if as_json:
-        _print_json(document)
+        print_json(document)
     else:
         views.say(views.console(), *lines)
     return 0
@@ -253,9 +250,9 @@ def _open_shared(url: str) -> DeltaStore:
 
 
 @commands.command()
-@_root
+@root_argument
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@_json
+@json_option
 def moved(root: str, yes: bool, as_json: bool) -> int:
     """Tell the shared store of ROOT that ROOT has moved to where it is now.
 
@@ -263,7 +260,7 @@ def moved(root: str, yes: bool, as_json: bool) -> int:
     counts no more.
     """
     _refuse_to_ask(yes, as_json)
-    store = _open_store(_url(root))
+    store = _open_store(url_of(root))
     planned = moving.plan(store)
     document = documents.of_move(planned)
     if not yes and planned.before is not None:
@@ -293,7 +290,7 @@ def _open_store(url: str) -> DeltaStore:
 @click.option("--plot", type=click.Path(path_type=Path), help="Write the plot here.")
 @click.option("--steps", default=60, show_default=True, help="Training steps.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the training.")
-@_json
+@json_option
 def demo(
     folder: Path | None, plot: Path | None, steps: int, seed: int, as_json: bool
 ) -> int:
@@ -305,7 +302,7 @@ def demo(
         folder=folder, plot=plot, steps=steps, seed=seed, console=console
     )
     if as_json:
-        _print_json(dataclasses.asdict(result))
+        print_json(dataclasses.asdict(result))
     return 0 if result.exact else CorruptionError.exit_code
 
 
@@ -328,9 +325,6 @@ def _spinner(what: str) -> Iterator[Any]:
         return
     with console.status(what) as status:
         yield status.update
-
-
-exchanging.add_to(commands, progress=_progress, print_json=_print_json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -360,4 +354,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_error(kind: str, message: str) -> None:
-    _print_json(documents.of_error(kind, message))
+    print_json(documents.of_error(kind, message))

@@ -9,7 +9,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,11 @@ import click
 
 from orbax_delta import views
 from orbax_delta.errors import InvalidInputError
-from orbax_delta.listing import Progress
 from orbax_delta.reports import human_bytes
+from orbax_delta.terminal import bars, json_option, print_json, root_argument
 
 _FORMS = ("delta", "orbax", "safetensors")
 
-_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
-)
 _include = click.option(
     "--include",
     multiple=True,
@@ -33,121 +29,115 @@ _include = click.option(
 )
 
 
-def add_to(
-    commands: click.Group,
-    *,
-    progress: Callable[[], AbstractContextManager[Progress]],
-    print_json: Callable[[Any], None],
-) -> None:
-    """Add them.
+def add_to(commands: click.Group) -> None:
+    """Add these commands to the others."""
+    for command in (export, import_):
+        commands.add_command(command)
 
-    Args:
-        commands: The group.
-        progress: Shows progress while a command runs.
-        print_json: Prints a document.
+
+@click.command()
+@root_argument
+@click.argument("step", metavar="STEP")
+@click.argument("target", metavar="TARGET")
+@click.option("--to", "form", type=click.Choice(_FORMS), required=True)
+@click.option("--item", help="Which item of the step, if it has several.")
+@_include
+@click.option(
+    "--shard-bytes",
+    type=click.IntRange(min=1),
+    metavar="BYTES",
+    help="Safetensors: most bytes of a file. Otherwise 5,000,000,000.",
+)
+@click.option(
+    "--names",
+    metavar="MODULE:FUNCTION",
+    help="Safetensors: makes a tensor's name of a path, a tuple of texts. "
+    "Otherwise the path with dots.",
+)
+@json_option
+def export(
+    root: str,
+    step: str,
+    target: str,
+    form: str,
+    item: str | None,
+    include: tuple[str, ...],
+    shard_bytes: int | None,
+    names: str | None,
+    as_json: bool,
+) -> int:
+    """Write STEP of ROOT to the folder TARGET, for somewhere else.
+
+    As a delta folder that needs no store, as a plain Orbax checkpoint, or as
+    safetensors in the layout of Hugging Face. TARGET must not be there.
     """
+    _stay_on_host()
+    from orbax_delta import exports
 
-    def done(report: Any, verb: str, as_json: bool) -> int:
-        if as_json:
-            print_json(dataclasses.asdict(report))
-        else:
-            views.say(
-                views.console(),
-                f"{verb} {report.target}: {report.leaves} leaves of {report.source}, "
-                f"{human_bytes(report.state_bytes)}, in "
-                f"{human_bytes(report.written_bytes)}, {report.total_seconds:.1f} s.",
-            )
-        return 0
+    extra: dict[str, Any] = {}
+    if shard_bytes is not None:
+        extra["shard_bytes"] = shard_bytes
+    if names is not None:
+        extra["name"] = _function(names)
+    if extra and form != "safetensors":
+        raise InvalidInputError(
+            "--shard-bytes and --names are for --to safetensors; leave them out"
+        )
+    run = getattr(exports, f"export_{form}")
+    with bars() as progress:
+        report = run(
+            root,
+            step,
+            target,
+            item=item,
+            include=include,
+            progress=progress,
+            **extra,
+        )
+    return _done(report, "Wrote", as_json)
 
-    @commands.command("export")
-    @click.argument("root", metavar="ROOT")
-    @click.argument("step", metavar="STEP")
-    @click.argument("target", metavar="TARGET")
-    @click.option("--to", "form", type=click.Choice(_FORMS), required=True)
-    @click.option("--item", help="Which item of the step, if it has several.")
-    @_include
-    @click.option(
-        "--shard-bytes",
-        type=click.IntRange(min=1),
-        metavar="BYTES",
-        help="Safetensors: most bytes of a file. Otherwise 5,000,000,000.",
-    )
-    @click.option(
-        "--names",
-        metavar="MODULE:FUNCTION",
-        help="Safetensors: makes a tensor's name of a path, a tuple of texts. "
-        "Otherwise the path with dots.",
-    )
-    @_json
-    def export(
-        root: str,
-        step: str,
-        target: str,
-        form: str,
-        item: str | None,
-        include: tuple[str, ...],
-        shard_bytes: int | None,
-        names: str | None,
-        as_json: bool,
-    ) -> int:
-        """Write STEP of ROOT to the folder TARGET, for somewhere else.
 
-        As a delta folder that needs no store, as a plain Orbax checkpoint, or as
-        safetensors in the layout of Hugging Face. TARGET must not be there.
-        """
-        _stay_on_host()
-        from orbax_delta import exports
+@click.command("import")
+@click.argument("path", metavar="SOURCE")
+@click.argument("root", metavar="ROOT")
+@click.argument("step", metavar="STEP", type=click.IntRange(min=0))
+@click.option("--item", default="default", show_default=True, help="Its name.")
+@_include
+@json_option
+def import_(
+    path: str,
+    root: str,
+    step: int,
+    item: str,
+    include: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Save SOURCE as STEP of ROOT, so that a run can go on from it with deltas.
 
-        extra: dict[str, Any] = {}
-        if shard_bytes is not None:
-            extra["shard_bytes"] = shard_bytes
-        if names is not None:
-            extra["name"] = _function(names)
-        if extra and form != "safetensors":
-            raise InvalidInputError(
-                "--shard-bytes and --names are for --to safetensors; leave them out"
-            )
-        run = getattr(exports, f"export_{form}")
-        with progress() as told:
-            report = run(
-                root,
-                step,
-                target,
-                item=item,
-                include=include,
-                progress=told,
-                **extra,
-            )
-        return done(report, "Wrote", as_json)
+    SOURCE is a plain Orbax checkpoint, a safetensors file or a folder of them, or
+    the item's folder of a delta step. STEP must not be there, ROOT may.
+    """
+    _stay_on_host()
+    from orbax_delta import imports
 
-    @commands.command("import")
-    @click.argument("path", metavar="SOURCE")
-    @click.argument("root", metavar="ROOT")
-    @click.argument("step", metavar="STEP", type=click.IntRange(min=0))
-    @click.option("--item", default="default", show_default=True, help="Its name.")
-    @_include
-    @_json
-    def import_(
-        path: str,
-        root: str,
-        step: int,
-        item: str,
-        include: tuple[str, ...],
-        as_json: bool,
-    ) -> int:
-        """Save SOURCE as STEP of ROOT, so that a run can go on from it with deltas.
+    with bars() as progress:
+        report = imports.import_checkpoint(
+            path, root, step, item=item, include=include, progress=progress
+        )
+    return _done(report, "Saved", as_json)
 
-        SOURCE is a plain Orbax checkpoint, a safetensors file or a folder of them, or
-        the item's folder of a delta step. STEP must not be there, ROOT may.
-        """
-        _stay_on_host()
-        from orbax_delta import imports
 
-        with progress() as told:
-            report = imports.import_checkpoint(
-                path, root, step, item=item, include=include, progress=told
-            )
-        return done(report, "Saved", as_json)
+def _done(report: Any, verb: str, as_json: bool) -> int:
+    if as_json:
+        print_json(dataclasses.asdict(report))
+    else:
+        views.say(
+            views.console(),
+            f"{verb} {report.target}: {report.leaves} leaves of {report.source}, "
+            f"{human_bytes(report.state_bytes)}, in "
+            f"{human_bytes(report.written_bytes)}, {report.total_seconds:.1f} s.",
+        )
+    return 0
 
 
 def _stay_on_host() -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -483,7 +484,7 @@ class Watching:
 
     def __init__(self, root, *arguments, terminal=False):
         self.master, out = pty.openpty() if terminal else os.pipe()
-        environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"}
+        environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "300"}
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "orbax_delta", "watch", str(root)),
@@ -506,7 +507,9 @@ class Watching:
 
     def read_until(self, pattern):
         """Wait until something is shown; the match."""
+        deadline = time.monotonic() + ANSWER_SECONDS
         while not (found := re.search(pattern, self.text)):
+            assert time.monotonic() < deadline, f"no {pattern!r} in {self.text!r}"
             self._read()
         return found
 
