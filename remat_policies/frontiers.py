@@ -98,14 +98,18 @@ class Frontier:
         budgets = [one.budget_bytes / 1e6 for one in self.plans]
         again = [100 * one.recompute_share for one in self.plans]
         axes.step(budgets, again, where="post", label="plans")
+        points: dict[tuple[float, float], str] = {}
         for name, one in self.presets.items():
             at = (one.device_bytes / 1e6, 100 * one.recompute_flops / forward)
             if at[0] <= budgets[-1] and not one.host_bytes:
-                axes.plot(*at, "o", color="tab:orange")
-                axes.annotate(name, at, (4, 4), textcoords="offset points", fontsize=8)
+                points.setdefault(at, name)  # of those that are the same, the first
+        for number, (at, name) in enumerate(sorted(points.items())):
+            axes.plot(*at, "o", color="tab:orange")
+            above = (4, 4 if number % 2 else 14)  # neighbours are at two heights
+            axes.annotate(name, at, above, textcoords="offset points", fontsize=8)
         axes.set_xlabel("kept for each layer, MB")
         axes.set_ylabel("run again, % of a forward pass")
-        axes.set_ylim(bottom=-2)
+        axes.margins(y=0.12)
         axes.legend()
 
     def plot(self, path: str | Path) -> Path:

@@ -145,6 +145,7 @@ class Layer:
         """The plans on the convex hull below and above so many bytes of a layer."""
         limits = Limits(device_bytes=budget_bytes, host_bytes=self.host_bytes)
         _, *found = self.problem.hull(limits)
+        found = [self.problem.unshaped(one) for one in found]
         below, above = (self.plan_of(one, one.device_bytes, 0.0) for one in found)
         return below, above
 
