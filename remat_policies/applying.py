@@ -166,8 +166,17 @@ def _scan_segments(
     every: object,
 ) -> tuple[Any, Any]:
     """One scan after the other, each over its own layers with its own policy."""
+    if not all(isinstance(one, tuple) and len(one) == 2 for one in policies):
+        raise InvalidInputError(
+            f"several policies are pairs of a policy and its layers: {policies!r}"
+        )
     lengths = [length for _, length in policies]
-    if every != 1 or sum(lengths) != count or min(lengths, default=0) < 1:
+    if (
+        not all(type(length) is int for length in lengths)
+        or every != 1
+        or sum(lengths) != count
+        or min(lengths, default=0) < 1
+    ):
         raise InvalidInputError(
             f"policies are for {lengths} layers, each at least one, of {count}; `every`"
             " is for a single policy"
@@ -228,8 +237,9 @@ def as_policy(policy: object) -> Policy:
         )
     raise InvalidInputError(
         f"no policy of this package: {policy!r}. jax's new remat never calls a callable"
-        " on some versions and recomputes everything: write names(save=[...]) or the"
-        " name of a preset"
+        " on some versions and recomputes everything: write names(save=[...]), the name"
+        " of a preset, `.policy` of a plan or, for scan_layers, `.policies` of a"
+        " mixture"
     )
 
 

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from remat_policies.budgets import as_device
+from remat_policies.budgets import as_device, whole_number
 from remat_policies.compiled import Compiled
 from remat_policies.devices import Device
 from remat_policies.errors import InvalidInputError
 from remat_policies.verify import verify
+
+_BY_LINE = 4
+"""So many guesses by the line; it has missed by then if it does."""
 
 _MOST = 1 << 24
 """No batch is larger."""
@@ -46,7 +49,8 @@ def largest_batch(
     """Find the largest batch with which a step fits, by some five compilations.
 
     What a step takes is nearly a line over its batch: each guess is where the line
-    through the last two compilations meets the device's memory.
+    through the last two compilations meets the device's memory. Where it is none, the
+    interval is halved.
 
     Args:
         step: As for `verify`.
@@ -72,11 +76,8 @@ def largest_batch(
         >>> found.batch, found.compiled.fits
         (4400, True)
     """
-    if start < 1 or multiple_of < 1:
-        raise InvalidInputError(
-            f"batches start at 1 or more, in steps of 1 or more: start={start},"
-            f" multiple_of={multiple_of}"
-        )
+    start = whole_number(start, "start", least=1)
+    multiple_of = whole_number(multiple_of, "multiple_of", least=1)
     chosen = as_device(device)
     found: dict[int, Compiled] = {}
     fits, fails = 0, None
@@ -95,7 +96,10 @@ def largest_batch(
         else:
             fails = guess if fails is None else min(fails, guess)
         guess = max(_guess(found), fits + 1)
-        guess = guess if fails is None else min(guess, max(fails - 1, 1))
+        if fails is not None:
+            guess = min(guess, max(fails - 1, 1))
+            if len(found) > _BY_LINE:
+                guess = max((fits + fails) // 2, 1)
         if guess > _MOST:
             raise InvalidInputError(
                 "what the step takes does not grow with its batch:"

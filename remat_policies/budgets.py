@@ -3,6 +3,7 @@
 Of a device an estimate, made without compiling. Does not belong here: spending them.
 """
 
+import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,6 +56,29 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[unit])
 
 
+def whole_number(value: object, name: str, *, least: int) -> int:
+    """A number of bytes or layers, of Python or numpy, as Python's.
+
+    Raises:
+        InvalidInputError: It is none, or too small.
+    """
+    integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not integer or value < least:  # type: ignore[operator]
+        raise InvalidInputError(f"{name} is a whole number from {least}: {value!r}")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def share_to_leave(headroom: float) -> float:
+    """The share of a device that stays free.
+
+    Raises:
+        InvalidInputError: It is no share.
+    """
+    if not 0 <= headroom < 1:
+        raise InvalidInputError(f"headroom is a share from 0 to below 1: {headroom}")
+    return headroom
+
+
 def as_device(target: str | Device) -> Device:
     """A device, or the one of that name."""
     return device(target) if isinstance(target, str) else target
@@ -93,12 +117,8 @@ def room(
         sizes: Bytes of values on each device, where they are not whole there.
 
     Raises:
-        InvalidInputError: Fewer than one layer, or no share.
+        InvalidInputError: `resident_bytes` is no number of bytes.
     """
-    if layers < 1:
-        raise InvalidInputError(f"at least one layer, not {layers}")
-    if not 0 <= headroom < 1:
-        raise InvalidInputError(f"headroom is a share from 0 to below 1: {headroom}")
     program = split.program
 
     def nbytes(value: int) -> int:
@@ -108,7 +128,8 @@ def room(
     if resident_bytes is None:
         own = program.arguments[len(split.outside) :]
         whole = sum(nbytes(value) for value in own)
-        resident_bytes = 2 * layers * (whole - input_bytes)
+        resident_bytes = 2 * layers * max(whole - input_bytes, 0)
+    whole_number(resident_bytes, "resident_bytes", least=0)
     working = sum(map(nbytes, wanted & set(program.producers())))
     limit = int(chosen.hbm_bytes * (1 - headroom))
     return Room(

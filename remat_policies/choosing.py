@@ -72,7 +72,7 @@ def choose(split: Linearized, policy: Policy) -> Kept:
         raise _unknown(missing[0], split, known)
     if policy.keeps and not save and not offload:
         standing_in = _found(policy.unnamed, known)
-        if not standing_in:
+        if not standing_in and (policy.strict or policy.label):
             raise _unknown(policy.keeps[0], split, known, preset=policy)
         save, offload = ({}, standing_in) if policy.offload else (standing_in, {})
     offload = {value: name for value, name in offload.items() if value not in save}

@@ -6,6 +6,7 @@ solving (see `planning`), compiling (see `verify`).
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,10 @@ from remat_policies.watching import Use, watched
 MakeStep = Callable[[Any], Callable[..., Any]]
 """From a policy (or a tuple of segments, for `scan_layers`) to a training step."""
 
-_NOTHING = Policy(label="nothing kept")
-"""As `full`, and no preset of the user's: the blocks under it are those to plan."""
+_numbers = itertools.count(1)
+
+_MORE_THAN_COUNTED = 1.5
+"""Bytes taken for each that a plan keeps: above that some layers were not counted."""
 
 _CLOSE = 0.002
 """A share of the device's memory; what is left below that is worth no compilation."""
@@ -130,8 +133,9 @@ def fit(
         device: Name of a device, or a variant of one. None has to be here.
         headroom: Share of its memory to leave free. XLA starts to recompute on its own
             at some 5 %.
-        layers: How many times the block runs, if it stands in a loop of whose length
-            nothing was said (`remat(..., in_scan=True)` without `length`).
+        layers: How many times the block runs, instead of what was seen: for a loop
+            of whose length nothing was said (`remat(..., in_scan=True)` without
+            `length`), loops in loops, or a jitted layer that is called again.
         offload: Values may be kept on the host; see `plan`.
         host_budget: As for `plan`.
         mixed: Try two plans as well, each for a part of the layers, so that no memory
@@ -148,7 +152,7 @@ def fit(
     Raises:
         OverBudgetError: Even with nothing kept the step does not fit.
         InvalidInputError: The step applies the policy to no block, or in a loop of
-            unknown length.
+            unknown length, or is the same whatever policy it is given.
         CompilerMissingError: The device's compiler is not installed.
 
     Example:
@@ -174,8 +178,11 @@ def fit(
         donate_argnums=donate_argnums,
         shardings=shardings,
     )
-    with watched(_NOTHING) as uses:
-        base = compiled_with(_NOTHING)
+    # As `full`, but equal to no policy before: jax does not trace again what it knows,
+    # and what is not traced is not seen.
+    nothing = Policy(label=f"nothing kept ({next(_numbers)})")
+    with watched(nothing) as uses:
+        base = compiled_with(nothing)
     kinds = [
         layer_of(
             split,
@@ -194,7 +201,7 @@ def fit(
         )
     if not offload:
         base.require_fit()
-    search = _Search(base)
+    search = _Search(base, least_bytes=None if offload else 0)
     for solve in (_single, _mixture) if mixed else (_single,):
         search.begin()
         for _ in range(attempts):
@@ -217,11 +224,13 @@ def fit(
 class _Search:
     """How many bytes the next plan may keep in all layers, from what others took."""
 
-    def __init__(self, base: Compiled) -> None:
+    def __init__(self, base: Compiled, *, least_bytes: int | None) -> None:
         self.base = base
+        self._least = least_bytes  # None: the layers' inputs may make room
         self.tried: list[Attempt] = []
         self.best: Attempt | None = None
         self.budget_bytes = base.available_bytes - base.hbm_bytes
+        self._per_byte = 1.0
         self._too_many: int | None = None  # bytes of the smallest plan that failed
 
     def begin(self) -> None:
@@ -253,6 +262,7 @@ class _Search:
             accepted=fits,
         )
         self.tried.append(attempt)
+        self._heed(attempt)
         left = _left(compiled)
         if fits:
             if self.best is None or _again(attempt) < _again(self.best):
@@ -262,9 +272,26 @@ class _Search:
             left = min(left, -compiled.available_bytes // 100)
             self._too_many = min(plan.device_bytes, self._too_many or plan.device_bytes)
         self.budget_bytes = plan.device_bytes + left
+        if self._per_byte > _MORE_THAN_COUNTED:
+            room = self.base.available_bytes - self.base.hbm_bytes
+            self.budget_bytes = int(room / self._per_byte)
         if self._too_many is not None and self.budget_bytes >= self._too_many:
             least = self.best.plan.device_bytes if self.best else 0
             self.budget_bytes = (least + self._too_many) // 2
+        if self._least is not None:
+            self.budget_bytes = max(self.budget_bytes, self._least)
+
+    def _heed(self, attempt: Attempt) -> None:
+        """See what a kept byte takes in fact: more, if there are more layers."""
+        kept = attempt.plan.device_bytes
+        taken = attempt.compiled.hbm_bytes - self.base.hbm_bytes
+        if kept > 0 and taken == 0 and attempt.compiled.flops == self.base.flops:
+            raise InvalidInputError(
+                f"the step takes {self.base.hbm_bytes} bytes whatever policy make_step"
+                " is given: build the step anew at each call, with that policy"
+            )
+        if kept > 0:
+            self._per_byte = max(taken / kept, 0.0)
 
     def _predicted(self, plan: Mixture) -> int:
         """What the compiled plan that is most like it takes, and the bytes between.

@@ -13,12 +13,13 @@ from typing import Any, Unpack
 from rich.console import Console
 from rich.table import Table
 
+from remat_policies.budgets import whole_number
 from remat_policies.choosing import has_names
+from remat_policies.errors import InvalidInputError
 from remat_policies.planning import Asked, Budget, Layer, asked_of
 from remat_policies.plans import Mixture, Plan
 from remat_policies.policies import any_of
 from remat_policies.presets import PRESETS
-from remat_policies.residuals import Residuals, residuals_of
 
 _HALVINGS = 40
 """After which the price of a byte is known well enough."""
@@ -39,7 +40,7 @@ class Frontier:
     """
 
     plans: tuple[Plan, ...]
-    presets: dict[str, Residuals]
+    presets: dict[str, Plan]
 
     def best_preset(self, budget_bytes: int) -> str | None:
         """The preset within so many bytes that runs least again; None if none is."""
@@ -152,7 +153,11 @@ def frontier(
     """
     layer, _ = asked_of(block, avals, 0, **asked)
     presets = _presets(layer)
-    if budgets is None:
+    if budgets is not None:
+        budgets = [whole_number(one, "each budget", least=0) for one in budgets]
+        if not budgets:
+            raise InvalidInputError("there is no budget among `budgets`")
+    else:
         least, most = (layer.plan(one, seconds).device_bytes for one in (0, 1 << 62))
         spread = {least + (most - least) * at // _POINTS for at in range(_POINTS + 1)}
         own = {one.device_bytes for one in presets.values() if not one.host_bytes}
@@ -250,7 +255,9 @@ def together(layers: Sequence[Layer], whole_bytes: int, seconds: float) -> Mixtu
     policy = any_of(*(one.policy for one in found)).relaxed()
     return Mixture(
         segments=tuple(
-            layer.under(policy, one.budget_bytes, one.gap)
+            dataclasses.replace(
+                layer.under(policy), budget_bytes=one.budget_bytes, gap=one.gap
+            )
             for layer, one in zip(layers, found, strict=True)
         )
     )
@@ -265,11 +272,10 @@ def _joined(*segments: tuple[Plan, int]) -> Mixture:
     )
 
 
-def _presets(layer: Layer) -> dict[str, Residuals]:
+def _presets(layer: Layer) -> dict[str, Plan]:
     """What each preset takes of a layer, where it has the preset's names."""
-    split, wanted = layer.problem.split, layer.problem.wanted
     return {
-        name: residuals_of(split, preset, wanted, tokens=1)
+        name: layer.under(preset)
         for name, preset in PRESETS.items()
-        if has_names(split, preset)
+        if has_names(layer.problem.split, preset)
     }

@@ -4,13 +4,20 @@ Does not belong here: the problem and its solution (see `solving`), curves and m
 of plans (see `frontiers`), compilers (see `fitting`).
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from remat_policies.budgets import as_device, device_named, no_room, parse_bytes, room
+from remat_policies.budgets import (
+    as_device,
+    device_named,
+    no_room,
+    parse_bytes,
+    room,
+    share_to_leave,
+    whole_number,
+)
 from remat_policies.choosing import choose
 from remat_policies.devices import Device
 from remat_policies.errors import InvalidInputError
@@ -74,7 +81,7 @@ def plan(
         layers: How many layers there are, one after the other.
         offload: Values may be kept on the host, as many as are copied there while the
             layer computes: a device's host link times a layer's forward time.
-        device: Whose rates count for that, if `budget` is none.
+        device: Whose rates count for that; None: those of `budget`.
         host_budget: What all layers may take of the host's memory; None: no limit.
         candidates: "all" values, or only those "named" by the block.
         wrt: Positions of the arguments by which the derivative is taken; None: all.
@@ -137,6 +144,8 @@ class Layer:
 
     def plan(self, budget_bytes: int, seconds: float) -> Plan:
         """The best plan for so many bytes of a layer."""
+        if not 0 <= seconds < math.inf:
+            raise InvalidInputError(f"seconds for the solver are from 0: {seconds}")
         limits = Limits(device_bytes=budget_bytes, host_bytes=self.host_bytes)
         kept, gap = self.problem.best(limits, seconds)
         return self.plan_of(kept, budget_bytes, gap)
@@ -160,18 +169,23 @@ class Layer:
         kept = self.problem.at_price(price, limits)
         return self.plan_of(kept, kept.device_bytes, 0.0)
 
-    def under(self, policy: Policy, budget_bytes: int, gap: float) -> Plan:
+    def under(self, policy: Policy) -> Plan:
         """What a policy, of this block and perhaps of others too, means for this."""
-        chosen = choose(self.problem.split, policy)
-        kept = self.problem.kept(chosen.save, chosen.offload)
-        plan = self.plan_of(kept, budget_bytes, gap)
-        return dataclasses.replace(plan, policy=policy)
+        if policy.remat:
+            chosen = choose(self.problem.split, policy)
+            kept = self.problem.kept(chosen.save, chosen.offload)
+        else:
+            kept = self.problem.kept(self.problem.made)
+        return self.plan_of(kept, kept.device_bytes, 0.0, policy=policy)
 
-    def plan_of(self, kept: Kept, budget_bytes: int, gap: float) -> Plan:
-        """A choice of values as a plan."""
+    def plan_of(
+        self, kept: Kept, budget_bytes: int, gap: float, policy: Policy | None = None
+    ) -> Plan:
+        """A choice of values as a plan; the policy is one of their names."""
         called = self.problem.names
         return Plan(
-            policy=names(
+            policy=policy
+            or names(
                 save=[called[value] for value in sorted(kept.save)],
                 offload=[called[value] for value in sorted(kept.offload)],
             ),
@@ -206,6 +220,9 @@ def asked_of(
         raise InvalidInputError(
             f"candidates are 'all' values or those 'named', not {candidates!r}"
         )
+    share_to_leave(headroom)
+    layers = whole_number(layers, "layers", least=1)
+    rates = None if device is None else as_device(device)
     split = split_at(block, avals, {})
     wanted = needed(split, asked_for(avals, {}, wrt))
     sizes = bytes_on_each(split, avals)
@@ -216,7 +233,7 @@ def asked_of(
         layers=layers,
         sizes=sizes,
         device_count=device_count(avals),
-        rates=_rates(target, device) if offload else None,
+        rates=_rates(rates or target) if offload else None,
         host_budget=host_budget,
         named_only=candidates == "named",
         least_bytes=least_bytes,
@@ -266,16 +283,19 @@ def layer_of(
         least_bytes: As for `plan`.
         worth: As for `plan`.
     """
-    if layers < 1:
-        raise InvalidInputError(f"at least one layer, not {layers}")
+    if not 0 <= worth < math.inf:
+        raise InvalidInputError(f"worth is a number of FLOPs from 0: {worth}")
+    shapes = {aval.shape for aval in split.program.avals}
+    if not all(isinstance(size, int) for shape in shapes for size in shape):
+        raise InvalidInputError("a plan is for certain sizes, and some are symbolic")
+    limit = None if host_budget is None else _for_each(host_budget, layers)
     forward = schedule(split, (), split.outputs).flops
     host_bytes = 0
     if rates is not None:
         # What the link takes while the layer computes, at its fastest.
         seconds = forward / device_count / rates.matmul_flops_per_second
         host_bytes = int(rates.host_bytes_per_second * seconds)
-        if host_budget is not None:
-            host_bytes = min(host_bytes, _for_each(host_budget, layers))
+        host_bytes = host_bytes if limit is None else min(host_bytes, limit)
     problem = Problem(
         split,
         wanted,
@@ -290,25 +310,18 @@ def layer_of(
     )
 
 
-def _rates(target: Device | None, device: str | Device | None) -> Device:
+def _rates(device: Device | None) -> Device:
     """The device by whose rates values are offloaded."""
-    if device is not None:
-        return as_device(device)
-    if target is None:
+    if device is None:
         raise InvalidInputError(
             "how much can be offloaded depends on the link to the host: give"
             " device='v5e' (or another) with offload=True"
         )
-    return target
+    return device
 
 
 def _for_each(budget: object, layers: int) -> int:
     """Bytes for each layer: a number is that, a text is for all together."""
     if isinstance(budget, str):
         return parse_bytes(budget) // layers
-    if not isinstance(budget, int) or budget < 0:
-        raise InvalidInputError(
-            f"a budget is 0 bytes or more, a text such as '12GB' or a device, not"
-            f" {budget!r}"
-        )
-    return budget
+    return whole_number(budget, "a budget that is no text or device", least=0)

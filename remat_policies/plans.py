@@ -24,7 +24,8 @@ class Plan:
         host_bytes: What it keeps in the host's memory.
         recompute_flops: What its backward pass runs again.
         forward_flops: Operations of its forward pass.
-        gap: By how large a share a better plan could be better; 0 if none is.
+        gap: By how large a share a better plan could be better, in FLOPs and what
+            kept bytes should be worth; 0 if none is.
     """
 
     policy: Policy
@@ -145,4 +146,6 @@ def _of_fields(fields: Any) -> Plan:
         allowed = (int,) if kind is int else (int, float)
         if kind is not Policy and type(fields[name]) not in allowed:
             raise InvalidInputError(f"{name} of a plan is a number: {fields[name]!r}")
+    if fields["layers"] < 1 or not 0 <= fields["gap"] <= 1:
+        raise InvalidInputError(f"a plan has layers, and a gap up to 1: {fields!r}")
     return Plan(**fields | {"policy": from_json(json.dumps(fields["policy"]))})

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 
 from remat_policies import _compat
 from remat_policies.choosing import Kept, choose
-from remat_policies.errors import UnknownNameError
+from remat_policies.errors import InvalidInputError, UnknownNameError
 from remat_policies.linearized import Linearized, linearize
 from remat_policies.policies import Policy
 from remat_policies.program import automatic_names
@@ -150,9 +150,19 @@ def residuals_of(
 def asked_for(
     args: Sequence[Any], kwargs: Mapping[str, Any], wrt: Sequence[int] | None
 ) -> list[bool] | None:
-    """Of each flat argument, whether the derivative by it is taken."""
+    """Of each flat argument, whether the derivative by it is taken.
+
+    Raises:
+        InvalidInputError: `wrt` holds no position, or one that is no argument's.
+    """
     if wrt is None:
         return None
+    places = range(len(args))
+    if isinstance(wrt, int) or not wrt or not all(one in places for one in wrt):
+        raise InvalidInputError(
+            f"wrt is a list of positions of arguments, from 0 to {len(args) - 1}, at"
+            f" least one: {wrt!r}"
+        )
     marks = [
         jtu.tree_map(lambda _, at=at: at in wrt, arg) for at, arg in enumerate(args)
     ]

@@ -10,14 +10,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
+from remat_policies.errors import InvalidInputError
 from remat_policies.linearized import Linearized
 from remat_policies.naming import evaluate
 
 
 def device_count(avals: Sequence[Any]) -> int:
     """Over how many devices the arguments are spread; 1 without shardings."""
-    return max(map(_mesh_size, jax.tree.leaves(avals)), default=1)
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(avals)]
+    meshes = {one.mesh for one in shardings if isinstance(one, jax.NamedSharding)}
+    spread = [mesh for mesh in meshes if mesh.size > 1]
+    abstract = [mesh for mesh in spread if isinstance(mesh, AbstractMesh)]
+    if len(spread) > 1 or abstract:
+        raise InvalidInputError(
+            "the arguments are sharded over several meshes, or one without devices:"
+            " give all of one mesh, such as that of aot_mesh"
+        )
+    return max((mesh.size for mesh in meshes), default=1)
 
 
 def bytes_on_each(split: Linearized, avals: Sequence[Any]) -> dict[int, int]:

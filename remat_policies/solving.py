@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 from scipy import optimize, sparse
 
@@ -20,6 +21,7 @@ from remat_policies.blocknames import LAYER_INPUT
 from remat_policies.choosing import layer_input, own_names
 from remat_policies.errors import OverBudgetError
 from remat_policies.linearized import Linearized
+from remat_policies.policies import AUTO
 from remat_policies.program import automatic_names
 from remat_policies.schedule import schedule
 
@@ -29,6 +31,12 @@ _EXACT = 1e-5
 LEAST_OFFLOADED = 1 << 20
 """Bytes of the smallest value that is worth a copy of its own to the host."""
 
+
+_CORRECTIONS = 3
+"""How often limits are tightened for a solver that overstepped them."""
+
+_PRICING_SECONDS = 20.0
+"""For one choice at a price; only with offloading does it take more than moments."""
 
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 """Primitives that move nothing: the same elements in the same order."""
@@ -113,8 +121,15 @@ class Problem:
         self._move = {value: count + at for at, value in enumerate(moved + inputs)}
         self._count = count + len(self._move)
         self.names = _names(split, self._own) | dict.fromkeys(inputs, LAYER_INPUT)
+        self._whole = np.arange(self._count) >= len(self._run)
+        self._priced_exactly = True
         self._price()
         self._rows()
+
+    @property
+    def made(self) -> frozenset[int]:
+        """What the backward pass reads that is not there anyway."""
+        return self.wanted & set(self._producers)
 
     def nbytes(self, value: int) -> int:
         """Bytes of a value on a device."""
@@ -146,26 +161,45 @@ class Problem:
             OverBudgetError: No choice is within the limits.
         """
         least = self.smallest(limits)
-        if not _within(least, limits):
+        if not _within(least, limits):  # not even that
             raise OverBudgetError(
                 f"the least that the block can keep is {least.device_bytes} bytes more"
                 f" than its arguments; the budget is {limits.device_bytes:.0f}",
                 required_bytes=least.device_bytes,
                 available_bytes=int(limits.device_bytes),
             )
-        found = self._milp(limits, seconds)
-        save, offload, bound = found if found else ((), (), 0.0)
-        choices = [self.kept(save, offload)] if found else []
+        choices, bound = self._solved(limits, seconds)
         if not choices or bound < self._cost(choices[0]) * (1 - _EXACT):
             line, below, above = self.hull(limits)
             bound = max(bound, line)
-            choices += [below, self._filled(below, above, limits)]
+            choices += [least, below, self._filled(below, above, limits)]
         fitting = [one for one in choices if _within(one, limits)]
         best = min(fitting, key=lambda one: (self._cost(one), one.device_bytes))
         best = self.unshaped(best)
         cost = self._cost(best)
         gap = 1 - bound / cost if cost else 0.0
         return best, gap if gap > _EXACT else 0.0
+
+    def _solved(self, limits: Limits, seconds: float) -> tuple[list[Kept], float]:
+        """The solver's choice, if it has one within the limits, and its bound."""
+        asked, least = limits, 0.0
+        for _ in range(_CORRECTIONS):
+            found = self._milp(asked, seconds)
+            if found is None:
+                break
+            save, offload, bound = found
+            least = bound if asked is limits else least
+            kept = self.kept(save, offload)
+            if _within(kept, limits):
+                return [kept], least
+            # It keeps limits to a millionth: of a gigabyte that is a value of 1 kB.
+            asked = Limits(
+                device_bytes=asked.device_bytes
+                - 2 * max(kept.device_bytes - limits.device_bytes, 0),
+                host_bytes=asked.host_bytes
+                - 2 * max(kept.host_bytes - limits.host_bytes, 0),
+            )
+        return [], least
 
     def _cost(self, kept: Kept) -> float:
         """What is run again, and what the bytes should have been worth."""
@@ -193,6 +227,8 @@ class Problem:
             span = above.device_bytes - below.device_bytes
             price = (self._cost(below) - self._cost(above)) / span
             one = self.at_price(price, limits)
+            if not self._priced_exactly:
+                return 0.0, below, above
             line = self._cost(below) + price * below.device_bytes
             if self._cost(one) + price * one.device_bytes >= line * (1 - _EXACT):
                 rest = limits.device_bytes - below.device_bytes
@@ -201,7 +237,7 @@ class Problem:
                 below = one
             else:
                 above = one
-        return self._cost(above), above, above
+        return self._cost(above) if self._priced_exactly else 0.0, above, above
 
     def unshaped(self, kept: Kept) -> Kept:
         """The same choice with values as they were before they were reshaped.
@@ -235,7 +271,8 @@ class Problem:
             value
             for step in self._steps
             for value in steps[step].outputs
-            if value in named or (not named_only and worth_it(value, step))
+            if _may_be_named(self.split.program.avals[value].dtype)
+            and (value in named or (not named_only and worth_it(value, step)))
         ]
 
     def _inputs(self) -> list[int]:
@@ -271,7 +308,7 @@ class Problem:
 
     def _rows(self) -> None:
         """Each a sum of columns that is at least a number."""
-        rows = [(self._there(one), 1.0) for one in self.wanted & set(self._producers)]
+        rows = [(self._there(one), 1.0) for one in self.made]
         for step, at in self._run.items():
             inputs = set(self.split.program.steps[step].inputs) & set(self._producers)
             rows += [(self._there(one) | {at: -1.0}, 0.0) for one in sorted(inputs)]
@@ -325,7 +362,7 @@ class Problem:
                 _at_most(self._device, limits.device_bytes),
                 _at_most(self._host, limits.host_bytes),
             ],
-            integrality=np.arange(self._count) >= len(self._run),
+            integrality=self._whole,
             bounds=optimize.Bounds(0, 1),
             options={"time_limit": seconds, "mip_rel_gap": _EXACT},
         )
@@ -335,19 +372,30 @@ class Problem:
         return *self._chosen(found.x), 0.0 if bound is None else float(bound) * scale
 
     def at_price(self, price: float, limits: Limits) -> Kept:
-        """The best choice if each byte of the device costs so many FLOPs more."""
+        """The best choice if each byte of the device costs so many FLOPs more.
+
+        A minimum cut, so that the relaxation has a whole solution; with the host's
+        limit it is none, and is solved in whole numbers.
+        """
+        if not self._least:
+            return self.kept(())
         scale, columns = self._objective()
         if math.isinf(price):
             columns = self._device / max(self._device.max(), 1.0) + 1e-6 * columns
         else:
             columns = columns + (price / scale) * self._device
-        found = optimize.linprog(
+        found = optimize.milp(
             columns,
-            A_ub=sparse.vstack([-self._sums, sparse.csr_array(self._host[None])]),
-            b_ub=[-least for least in self._least] + [limits.host_bytes],
-            bounds=(0, 1),
+            constraints=[
+                optimize.LinearConstraint(self._sums, self._least),
+                _at_most(self._host, limits.host_bytes * (1 - 2e-6)),
+            ],
+            integrality=self._whole if self._move else None,
+            bounds=optimize.Bounds(0, 1),
+            options={"time_limit": _PRICING_SECONDS, "mip_rel_gap": _EXACT},
         )
-        return self.kept(*self._chosen(found.x))
+        self._priced_exactly = found.status == 0
+        return self.kept(()) if found.x is None else self.kept(*self._chosen(found.x))
 
     def _chosen(self, columns: Sequence[float]) -> tuple[list[int], list[int]]:
         save, offload = (
@@ -387,7 +435,25 @@ def _at_most(factors: np.ndarray, most: float) -> optimize.LinearConstraint:
     )
 
 
+def _may_be_named(dtype: np.dtype) -> bool:
+    """Whether jax can keep a value of this type by its name, and keep it as it is.
+
+    It rounds what is kept by `reduce_precision`, which takes no complex numbers and
+    makes NaN of numbers that 8-bit types without infinities can hold.
+    """
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return False
+    return not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 1
+
+
 def _names(split: Linearized, own: Mapping[str, Sequence[int]]) -> dict[int, str]:
-    """A name that means each value alone: the block's own where it gives one."""
-    alone = {values[0]: name for name, values in own.items() if len(values) == 1}
+    """A name that means each value alone: the block's own where it gives one.
+
+    One like an automatic name could mean another value as well.
+    """
+    alone = {
+        values[0]: name
+        for name, values in own.items()
+        if len(values) == 1 and name and not name.startswith(AUTO)
+    }
     return automatic_names(split.program) | alone

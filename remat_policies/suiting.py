@@ -8,7 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from remat_policies.budgets import as_device, gigabytes, no_room, room
+from remat_policies.budgets import (
+    as_device,
+    gigabytes,
+    no_room,
+    room,
+    share_to_leave,
+    whole_number,
+)
 from remat_policies.choosing import has_names
 from remat_policies.devices import Device
 from remat_policies.policies import Policy
@@ -75,6 +82,8 @@ def for_device(
         none
     """
     chosen = as_device(target)
+    layers = whole_number(layers, "layers", least=1)
+    share_to_leave(headroom)
     split = split_at(block, avals, {})
     there_is = room(
         chosen,

@@ -118,8 +118,9 @@ def test_several_kinds_of_blocks_share_a_policy():
 
 def uses_in(make_step, *avals):
     """What `fit` would see of a step, as kinds: how many layers of each."""
-    with watching.watched(fitting._NOTHING) as uses:
-        jax.make_jaxpr(make_step(fitting._NOTHING))(*avals)
+    nothing = rp.Policy(label="nothing kept")
+    with watching.watched(nothing) as uses:
+        jax.make_jaxpr(make_step(nothing))(*avals)
     return [count for _, count in fitting._found(uses, None)]
 
 
@@ -158,6 +159,123 @@ def test_layers_are_counted_in_loops_and_outside():
         uses_in(in_own_scan, params, x)
     with pytest.raises(rp.InvalidInputError, match="to no block"):
         uses_in(lambda policy: jax.grad(lambda x: (x * x).sum()), jnp.ones(3))
+
+
+WIDE = {"layers": 8, "width": 256, "rows": 2048}
+"""A model of sines of products, which compiles in a second."""
+
+
+def sines(policy, length=None):
+    """From (weights, x) to the gradient of a scan of sines, in a scan if asked."""
+
+    def loss(weights, x):
+        def body(x, w):
+            return jnp.sin(jnp.sin(x @ w) @ w), None
+
+        def outer(x, some):
+            return rp.scan_layers(body, x, some, policy)
+
+        if length is None:
+            return outer(x, weights)[0].sum()
+        grouped = weights.reshape(-1, length, *weights.shape[1:])
+        return jax.lax.scan(outer, x, grouped)[0].sum()
+
+    return jax.grad(loss)
+
+
+def sines_avals():
+    """Weights and x."""
+    weights = (WIDE["layers"], WIDE["width"], WIDE["width"])
+    return (
+        jax.ShapeDtypeStruct(weights, jnp.float32),
+        jax.ShapeDtypeStruct((WIDE["rows"], WIDE["width"]), jnp.float32),
+    )
+
+
+def with_values(count):
+    """An H100 on which each layer may keep so many values of the size of x."""
+    base = rp.verify(sines("full"), *sines_avals(), target="h100")
+    kept = count * WIDE["layers"] * WIDE["rows"] * WIDE["width"] * 4
+    return dataclasses.replace(
+        rp.device("h100"), hbm_bytes=int((base.hbm_bytes + kept) / 0.94) + 10_000
+    )
+
+
+@compilers.needs_gpu_compiler
+def test_layers_that_nobody_counted_are_heeded():
+    """Loops in loops are seen as one round of the outer one; the compiler knows."""
+    device = with_values(1.2)
+    make_step = functools.partial(sines, length=2)
+    found = rp.fit(make_step, *sines_avals(), device=device)
+    assert found.plan.segments[0].layers == 2
+    assert found.compiled.fits
+    said = rp.fit(make_step, *sines_avals(), device=device, layers=8)
+    assert said.plan.segments[0].layers == 8
+    assert said.compiled.fits
+
+
+@compilers.needs_gpu_compiler
+def test_a_model_that_jax_has_traced_before():
+    """Is traced again for the next fit, and seen."""
+
+    @functools.partial(jax.jit, static_argnames="policy")
+    def model(weights, x, policy):
+        def body(x, w):
+            return jnp.sin(jnp.sin(x @ w) @ w), None
+
+        return rp.scan_layers(body, x, weights, policy)[0].sum()
+
+    def make_step(policy):
+        return jax.jit(jax.grad(functools.partial(model, policy=policy)))
+
+    for count in (1.2, 2.2):
+        found = rp.fit(make_step, *sines_avals(), device=with_values(count))
+        assert len(found.policy.save) == int(count)
+
+
+@compilers.needs_gpu_compiler
+def test_a_step_that_ignores_its_policy():
+    """Such as one that was built before."""
+    step = sines("full")
+
+    def make_step(policy):
+        sines(policy)
+        return step
+
+    with pytest.raises(rp.InvalidInputError, match="to no block"):
+        rp.fit(make_step, *sines_avals(), device="h100")
+    asked = []
+
+    def late(policy):
+        asked.append(policy)
+        return sines(asked[0])
+
+    with pytest.raises(rp.InvalidInputError, match="whatever policy make_step"):
+        rp.fit(late, *sines_avals(), device="h100")
+
+
+@compilers.needs_gpu_compiler
+def test_a_kind_of_block_may_keep_nothing_of_the_others_plan():
+    """The policy they share has no name of it."""
+
+    def make_step(policy):
+        def dear(x, w):
+            return jnp.sin(x @ w @ w @ w), None
+
+        def cheap(x, w):
+            return jnp.cos(x * w[0]) * x, None
+
+        def loss(weights, x):
+            x, _ = rp.scan_layers(dear, x, weights, policy)
+            return rp.scan_layers(cheap, x, weights, policy)[0].sum()
+
+        return jax.grad(loss)
+
+    found = rp.fit(make_step, *sines_avals(), device=with_values(1.5))
+    assert [len(one.policy.save) > 0 for one in found.plan.segments] == [True, True]
+    assert found.plan.segments[0].device_bytes > 0
+    assert found.plan.segments[1].device_bytes == 0
+    assert found.compiled.fits
 
 
 @pytest.mark.parametrize("scanned", [True, False])
@@ -224,6 +342,20 @@ def test_the_largest_batch_is_the_largest():
 
 
 @compilers.needs_gpu_compiler
+def test_memory_that_grows_in_steps():
+    """Is found by halving, not one by one."""
+    device = dataclasses.replace(rp.device("h100"), hbm_bytes=10**9)
+
+    def avals_at(batch):
+        return (jax.ShapeDtypeStruct((-(-batch // 64) * 64, 10**5), jnp.float32),)
+
+    found = rp.largest_batch(lambda x: x * 2, avals_at, device=device)
+    assert found.batch == 1152  # 18 times 64, of 0.8 MB each
+    assert found.tried[1153] > 0.94e9 >= found.tried[1152]
+    assert len(found.tried) < 20
+
+
+@compilers.needs_gpu_compiler
 def test_batches_that_make_no_sense():
     """None fits, none is too large, or there is none to start from."""
     device = dataclasses.replace(rp.device("h100"), hbm_bytes=1 << 20)
@@ -240,5 +372,5 @@ def test_batches_that_make_no_sense():
     assert not none.compiled.fits
     with pytest.raises(rp.InvalidInputError, match="does not grow with its batch"):
         rp.largest_batch(lambda x: x * 2, lambda batch: (x,), device="h100")
-    with pytest.raises(rp.InvalidInputError, match="start=0, multiple_of=1"):
+    with pytest.raises(rp.InvalidInputError, match="start is a whole number from 1: 0"):
         rp.largest_batch(step, avals_at, device=device, start=0)

@@ -8,6 +8,7 @@ import json
 import jax
 import jax.numpy as jnp
 import matplotlib.image
+import numpy as np
 import pytest
 import test_remat_applying
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from rematted import bytes_kept, in_gradient
 
 import remat_policies as rp
-from remat_policies import _compat, costs, planning
+from remat_policies import _compat, costs, frontiers, planning
 from remat_policies.demo import D2048, TINY, TINY_ENCODER, TINY_MOE, pure, values
 from remat_policies.residuals import split_at
 from remat_policies.schedule import schedule
@@ -259,7 +260,8 @@ def test_a_plan_is_words_and_json():
     with pytest.raises(rp.InvalidInputError, match="not a plan in JSON"):
         rp.load_plan("{")
     with pytest.raises(
-        rp.InvalidInputError, match=r"a budget is 0 bytes or more.*not -1"
+        rp.InvalidInputError,
+        match="a budget that is no text or device is a whole number from 0: -1",
     ):
         rp.plan(block, *avals, budget=-1)
 
@@ -325,11 +327,13 @@ def test_budgets_are_bytes_texts_and_devices():
     for bad, text in {
         "12 parsecs": "is no size: write one like '12GB'",
         "v9": "is no size.*or the name of a device",
-        1.5: "a budget is 0 bytes or more.*not 1.5",
+        1.5: "a whole number from 0: 1.5",
     }.items():
         with pytest.raises(rp.InvalidInputError, match=text):
             rp.plan(block, *avals, budget=bad)
-    with pytest.raises(rp.InvalidInputError, match="at least one layer, not 0"):
+    with pytest.raises(
+        rp.InvalidInputError, match="layers is a whole number from 1: 0"
+    ):
         rp.plan(block, *avals, budget=1, layers=0)
     with pytest.raises(rp.InvalidInputError, match="'all' values or those 'named'"):
         rp.plan(block, *avals, budget=1, candidates="mine")
@@ -477,6 +481,170 @@ def test_bytes_of_sharded_blocks_are_those_on_each_device():
     assert rp.plan(block, *whole, budget=10**6).device_bytes == 64 * 512 * 4
     assert rp.plan(block, *avals, budget=64 * 512).device_bytes == 64 * 512
     assert rp.plan(block, *whole, budget=64 * 512).device_bytes == 0
+
+
+def test_a_byte_less_than_a_choice_takes():
+    """A solver that keeps limits to a millionth does not overstep by a value."""
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+
+    def fn(x, a, b):
+        return jnp.sin(jnp.sin(x @ a) @ b)
+
+    for less, kept in ((0, 2), (1, 1), (50, 1), (1000, 1)):
+        found = rp.plan(fn, w, w, w, budget=kept_bytes(2) - less)
+        assert found.device_bytes == kept_bytes(kept)
+        assert len(found.policy.save) == kept
+
+
+def kept_bytes(count):
+    """Of matrices of 4096 x 4096 in float32."""
+    return count * 4096 * 4096 * 4
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(1, 4), min_size=2, max_size=5),
+    st.integers(-2, 8),
+    st.integers(0, 6),
+    st.sampled_from([0.0, 20.0]),
+)
+def test_offloading_keeps_both_limits(widths, budget, host, seconds):
+    """Plans, neighbours and mixtures; in whole numbers, with or without time."""
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
+    unit = 1024 * 256 * 4
+    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * len(widths)
+
+    def fn(x, *weights):
+        for weight, width in zip(weights, widths, strict=True):
+            for _ in range(width):
+                x = jnp.tanh(x @ weight)
+        return x
+
+    device = dataclasses.replace(rp.device("v5e"), host_bytes_per_second=1e18)
+    limit = host * unit + unit // 2
+    layer, _ = planning.asked_of(
+        fn, (x, *weights), 0, offload=True, device=device, host_budget=limit, worth=0
+    )
+    room = budget * unit // 2
+    if room < -unit or (room < 0 and limit < unit):
+        with pytest.raises(rp.OverBudgetError, match="the least that the block can"):
+            layer.plan(room, seconds)
+        return
+    found = layer.plan(room, seconds)
+    best = layer.plan(room, 20.0)
+    assert found.host_bytes <= limit
+    assert found.device_bytes <= room
+    assert best.gap == 0
+    assert found.recompute_flops * (1 - found.gap) <= best.recompute_flops * 1.0001
+    for one in frontiers.mixture_of(
+        dataclasses.replace(layer, layers=5), room, 20.0
+    ).segments:
+        assert one.host_bytes <= limit
+
+
+def test_types_that_jax_cannot_keep_as_they_are_are_not_kept():
+    """Complex numbers, and 8-bit floating point of which it would make NaN."""
+    w = jnp.full((128, 128), 1.3)
+    x = jnp.full((64, 128), 2.0)
+
+    def narrow(x, w):
+        y = (x @ w).astype(jnp.float8_e4m3fn)
+        return jnp.tanh(y.astype(jnp.float32) / 500) @ w
+
+    def complex_product(x, w):
+        return jnp.abs(jnp.sin(((x + 1j * x) @ w) * 1e-3))
+
+    for fn in (narrow, complex_product):
+        found = rp.plan(fn, x, w, budget="1 GB", worth=0)
+        got = jax.grad(lambda x, fn=fn, p=found.policy: rp.remat(fn, p)(x, w).sum())(x)
+        wanted = jax.grad(lambda x, fn=fn: fn(x, w).sum())(x)
+        assert jnp.allclose(got, wanted, rtol=1e-5)
+
+
+def test_jax_cannot_keep_complex_numbers_by_their_names():
+    """If it can one day, plans may keep them."""
+    policy = jax.checkpoint_policies.save_only_these_names("y")
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def named(x):
+        return jnp.sin(checkpoint_name(jnp.exp(1j * x), "y")).real.sum()
+
+    with pytest.raises(TypeError, match="reduce_precision does not accept"):
+        jax.grad(named)(jnp.ones(3))
+
+
+def test_an_own_name_like_an_automatic_one_is_not_used():
+    """It would mean two values."""
+    x = w = jnp.ones((16, 16))
+
+    def of(name):
+        return lambda x: jnp.sin(checkpoint_name(jnp.tanh(x @ w), name) @ w) @ w
+
+    for name in rp.plan(
+        of("mine"), x, budget="1 MB", worth=0, least_bytes=0
+    ).policy.save:
+        fn = of(name if name.startswith("rp/") else "rp/other")
+        found = rp.plan(fn, x, budget=3 * 1024, worth=0, least_bytes=0)
+        assert bytes_kept(rp.remat(fn, found.policy), x)[0] == found.device_bytes
+
+
+def test_what_is_asked_wrongly():
+    """Each names what was given."""
+    block, avals = of_block("dense")
+    ask = functools.partial(rp.plan, block, *avals)
+    for asked, text in {
+        "headroom": (7, "headroom is a share"),
+        "worth": (-1, "worth is a number of FLOPs"),
+        "seconds": (-1, "seconds for the solver"),
+        "layers": (1.5, r"layers is a whole number from 1: 1\.5"),
+        "device": ("nonsense", "no device is called 'nonsense'"),
+        "host_budget": ("bla", "'bla' is no size"),
+        "wrt": ([7], r"wrt is a list of positions .* to 1, .*\[7\]"),
+    }.items():
+        value, message = text
+        with pytest.raises(rp.InvalidInputError, match=message):
+            ask(budget=0, **{asked: value})
+    with pytest.raises(rp.InvalidInputError, match="wrt is a list of positions"):
+        ask(budget=0, wrt=[])
+    with pytest.raises(rp.InvalidInputError, match="resident_bytes is a whole number"):
+        ask(budget="v5e", resident_bytes=-1)
+    for bad in (True, 1.5):
+        with pytest.raises(rp.InvalidInputError, match="is a whole number from 0"):
+            ask(budget=bad)
+        with pytest.raises(rp.InvalidInputError, match="each budget is a whole number"):
+            rp.frontier(block, *avals, budgets=[bad])
+    with pytest.raises(rp.InvalidInputError, match="there is no budget among"):
+        rp.frontier(block, *avals, budgets=[])
+    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), jnp.float32)
+    with pytest.raises(rp.InvalidInputError, match="some are symbolic"):
+        rp.plan(jnp.sin, symbolic, budget=0)
+    with pytest.raises(rp.InvalidInputError, match=r"`.policies` of a mixture"):
+        rp.remat(block, ask(budget=0))
+    with pytest.raises(rp.InvalidInputError, match="pairs of a policy and its layers"):
+        rp.scan_layers(lambda x, w: (x, None), 0.0, jnp.ones(2), ["full", "none"])
+    numbers = ask(budget=np.int64(10**6), layers=np.int32(2))
+    assert rp.load_plan(numbers.to_json()) == numbers
+    assert ask(budget="v5e", layers=4, resident_bytes=0).budget_bytes < 16e9
+
+
+def test_a_curve_of_a_sharded_block_is_of_one_device():
+    """Presets too."""
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("data",), auto, devices=jax.devices()[:4])
+    x, w = (
+        jax.ShapeDtypeStruct(
+            (64, 64), jnp.float32, sharding=jax.NamedSharding(mesh, spec)
+        )
+        for spec in (jax.P("data"), jax.P())
+    )
+    curve = rp.frontier(lambda x, w: jnp.sin(x @ w), x, w)
+    assert curve.presets["minimal"].device_bytes == 64 * 64 * 4 // 4
+    other = jax.make_mesh((2,), ("data",), auto, devices=jax.devices()[:2])
+    moved = jax.ShapeDtypeStruct(
+        (64, 64), jnp.float32, sharding=jax.NamedSharding(other, jax.P("data"))
+    )
+    with pytest.raises(rp.InvalidInputError, match="sharded over several meshes"):
+        rp.plan(lambda x, w: jnp.sin(x @ w), x, moved, budget=0)
 
 
 def test_plans_that_were_written_wrong_are_refused():

@@ -68,5 +68,7 @@ def test_what_does_not_fit_at_all():
     assert error.value.required_bytes > error.value.available_bytes
     with pytest.raises(rp.InvalidInputError, match="v5"):
         rp.for_device("v5x", BLOCK, *AVALS, layers=1)
-    with pytest.raises(rp.InvalidInputError, match="at least one layer, not 0"):
+    with pytest.raises(
+        rp.InvalidInputError, match="layers is a whole number from 1: 0"
+    ):
         rp.for_device("v5e", BLOCK, *AVALS, layers=0)
