@@ -21,6 +21,9 @@ from remat_policies.plans import Mixture, Plan
 from remat_policies.policies import any_of
 from remat_policies.presets import PRESETS
 
+_ROUNDS = 10
+"""So often less is tried, where kinds of blocks share names."""
+
 _HALVINGS = 40
 """After which the price of a byte is known well enough."""
 
@@ -239,6 +242,19 @@ def together(layers: Sequence[Layer], whole_bytes: int, seconds: float) -> Mixtu
         whole_bytes: What all layers of all kinds may keep.
         seconds: For each plan.
     """
+    target = whole_bytes
+    for _ in range(_ROUNDS):
+        found = _at_one_price(layers, target, seconds)
+        if found.device_bytes <= whole_bytes:
+            return found
+        # Names that kinds share keep more than each asked for.
+        target -= found.device_bytes - whole_bytes
+        target = max(target, min(whole_bytes, 0))
+    return _at_one_price(layers, 0, seconds)
+
+
+def _at_one_price(layers: Sequence[Layer], whole_bytes: int, seconds: float) -> Mixture:
+    """The plans at the price at which they take so many bytes; the rest is spent."""
     low, high = 0.0, max(layer.dearest_byte for layer in layers)
     found = [layer.at_price(high) for layer in layers]
     for _ in range(_HALVINGS):
