@@ -9,8 +9,12 @@ import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 PRINTS = {
-    "first_delta_checkpoint": "resumes exactly",
+    "a_follower_of_a_training_run": "and has the same bits",
     "choosing_a_remat_policy": "gradients agree",
+    "damage_and_healing": "none silently wrong",
+    "first_delta_checkpoint": "resumes exactly",
+    "lora_and_frozen_backbone": "of the state",
+    "many_hosts": "have the same bits",
 }
 """What each says at its end."""
 
