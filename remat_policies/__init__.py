@@ -22,7 +22,7 @@ from remat_policies.errors import OverBudgetError as OverBudgetError
 from remat_policies.errors import RematError as RematError
 from remat_policies.errors import RematWarning as RematWarning
 from remat_policies.errors import UnknownNameError as UnknownNameError
-from remat_policies.fitting import Fit as Fit
+from remat_policies.fits import Fit as Fit
 from remat_policies.fitting import fit as fit
 from remat_policies.frontiers import Frontier as Frontier
 from remat_policies.frontiers import frontier as frontier

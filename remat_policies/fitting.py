@@ -8,15 +8,13 @@ solving (see `planning`), compiling (see `verify`).
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-
-from rich.table import Table
 
 from remat_policies.budgets import as_device
 from remat_policies.compiled import Compiled
 from remat_policies.devices import Device
 from remat_policies.errors import InvalidInputError
+from remat_policies.fits import Attempt, Fit, policy_of
 from remat_policies.frontiers import mixture_of, together
 from remat_policies.linearized import Linearized
 from remat_policies.planning import Layer, layer_of
@@ -37,71 +35,6 @@ _MORE_THAN_COUNTED = 1.5
 
 _CLOSE = 0.002
 """A share of the device's memory; what is left below that is worth no compilation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One plan that was compiled.
-
-    Attributes:
-        plan: The plan.
-        predicted_bytes: What the step was expected to need of a device.
-        compiled: What it needs.
-        accepted: It fits, and XLA recomputes nothing on its own to make it fit.
-    """
-
-    plan: Mixture
-    predicted_bytes: int
-    compiled: Compiled
-    accepted: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """The best plan that fits, and how it was found. Printed by `rich`.
-
-    Attributes:
-        plan: The plan; of two segments where a mixture was best, or one for each kind
-            of block.
-        compiled: What the step needs with it.
-        nothing_kept: What it needs with `full`.
-        attempts: All plans that were compiled, in order.
-    """
-
-    plan: Mixture
-    compiled: Compiled
-    nothing_kept: Compiled
-    attempts: tuple[Attempt, ...]
-
-    @property
-    def policy(self) -> Any:
-        """What to make the step with."""
-        return _policy_of(self.plan)
-
-    def explain(self) -> str:
-        """What was found, in plain words."""
-        return f"{self.compiled.explain()}\n{self.plan.explain()}"
-
-    def __rich__(self) -> Table:
-        table = Table(title=f"plans compiled for {self.compiled.target}")
-        for heading in ("kept, GB", "run again", "predicted, GB", "compiled, GB"):
-            table.add_column(heading, justify="right")
-        table.add_column("verdict")
-        base = self.nothing_kept
-        rows = [(0, None, base.hbm_bytes, base, base.fits)] + [
-            (one.plan.device_bytes, one.plan, one.predicted_bytes, one.compiled,
-             one.accepted)
-            for one in self.attempts
-        ]  # fmt: skip
-        for kept, plan, predicted, compiled, accepted in rows:
-            table.add_row(
-                f"{kept / 1e9:.3f}",
-                f"{plan.recompute_share:.1%}" if plan else "all but nothing",
-                f"{predicted / 1e9:.3f}" if plan else "",
-                f"{compiled.hbm_bytes / 1e9:.3f}",
-                _verdict(compiled, accepted),
-            )
-        return table
 
 
 def fit(
@@ -208,7 +141,7 @@ def fit(
             plan = solve(kinds, search.budget_bytes, seconds)
             if search.knows(plan):
                 break
-            search.take(plan, compiled_with(_policy_of(plan)))
+            search.take(plan, compiled_with(policy_of(plan)))
             if search.is_done:
                 break
     if search.best is None:
@@ -332,12 +265,6 @@ def _mixture(kinds: list[Layer], whole_bytes: int, seconds: float) -> Mixture:
     return mixture_of(layer, whole_bytes // layer.layers, seconds)
 
 
-def _policy_of(plan: Mixture) -> Any:
-    """What to make the step with: a policy, or segments for `scan_layers`."""
-    policies = {policy for policy, _ in plan.policies}
-    return policies.pop() if len(policies) == 1 else plan.policies
-
-
 def _found(uses: list[Use], layers: int | None) -> list[tuple[Linearized, int]]:
     """The kinds of blocks that the step applies its policy to, and how often each."""
     if not uses:
@@ -374,11 +301,3 @@ def _kind(use: Use) -> tuple[Any, ...]:
         (name, program.avals[value].shape, str(program.avals[value].dtype))
         for value, name in automatic_names(program).items()
     )
-
-
-def _verdict(compiled: Compiled, accepted: bool) -> str:
-    if accepted:
-        return "fits"
-    if compiled.fits:
-        return f"XLA recomputes {compiled.hidden_remats} values on its own"
-    return "does not fit"
