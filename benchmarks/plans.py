@@ -162,8 +162,8 @@ def predicted(name, target, layers):
             "from full": first / found.hbm_bytes - 1,
             "from the last": then / found.hbm_bytes - 1,
             "hidden": found.hidden_remats,
-            "kernels": sum(found.kernels.values()),
-            "of full": sum(base.kernels.values()),
+            "kernels": sum((found.kernels or {}).values()),
+            "of full": sum((base.kernels or {}).values()),
         }
         if found.flops and base.flops:  # XLA counts a loop's body once
             less = full - counted(block, avals, plan.policy)
@@ -172,26 +172,25 @@ def predicted(name, target, layers):
     return rows
 
 
-def batches(config, length, layers, target, presets):
+def batches(config, length, layers, target, presets, attempts):
     """Rows: the largest batch of each preset, and what a plan runs again there."""
 
     def at(batch):
         return avals_of(config, batch, length, layers, 32768)
 
-    def taken(policy, batch):
-        return rp.verify(make_step(config, policy), *at(batch), target=target)
-
+    step = functools.partial(make_step, config)
     # What a step takes with nothing kept is a line over its batch.
-    low, high = (taken("full", batch).hbm_bytes for batch in (1, 3))
+    low, high = (
+        rp.verify(step("full"), *at(batch), target=target).hbm_bytes for batch in (1, 3)
+    )
     slope = (high - low) // 2
     limit = int(0.94 * rp.device(target).hbm_bytes)
-    block = functools.partial(pure.apply, config)
-    rows = []
+    block, rows = functools.partial(pure.apply, config), []
     for preset in track(presets, "batches"):
         one = rp.report(block, *pure.avals(config, 1, length), policy=preset).residuals
         each = slope + layers * one.device_bytes
         found = rp.largest_batch(
-            make_step(config, preset),
+            step(preset),
             at,
             device=target,
             start=max((limit - low + slope) // each, 1),
@@ -202,17 +201,14 @@ def batches(config, length, layers, target, presets):
             "GB": f"{found.compiled.hbm_bytes / 1e9:.2f}",
             "again": one.recompute_flops / one.forward_flops,
         }
-        batch = max(found.batch, 1)
-        room = max(limit - low - (batch - 1) * slope, 0)
-        avals = pure.avals(config, batch, length)
-        plan = rp.plan(block, *avals, budget=room // layers, layers=layers)
-        with_plan = taken(plan.policy, batch)
-        row |= {
-            "plan there, GB": f"{with_plan.hbm_bytes / 1e9:.2f}",
-            "plan's again": plan.recompute_share,
-            "hidden": with_plan.hidden_remats,
-            "fits": str(with_plan.hbm_bytes <= limit),
-        }
+        if found.batch:
+            fit = rp.fit(step, *at(found.batch), device=target, attempts=attempts)
+            row |= {
+                "plan there, GB": f"{fit.compiled.hbm_bytes / 1e9:.2f}",
+                "plan's again": fit.plan.recompute_share,
+                "hidden": fit.compiled.hidden_remats,
+                "compiled": len(fit.attempts),
+            }
         rows.append(row)
     return rows
 
@@ -290,11 +286,12 @@ def compile_(names, targets, layers, markdown, file):
 @click.option("--length", default=2048)
 @click.option("--layers", default=40)
 @click.option("--preset", "presets", multiple=True, default=("none", *PRESETS))
+@click.option("--attempts", default=4, help="Plans that are compiled for a batch.")
 @markdown_option
 @json_option
-def batch(target, length, layers, presets, markdown, file):
+def batch(target, length, layers, presets, attempts, markdown, file):
     """The largest batch that fits."""
-    rows = batches(SPLASH, length, layers, target, presets)
+    rows = batches(SPLASH, length, layers, target, presets, attempts)
     finish(rows, f"{layers} layers on {target}", markdown, file)
 
 

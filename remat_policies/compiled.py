@@ -54,7 +54,8 @@ class Compiled:
         out_of_memory: Set where the compiler gave up; a GPU's never does.
         flops: Of one step, as XLA counts: the body of a loop once, a Pallas kernel by
             its own estimate if it has one. None for GPUs.
-        hidden_remats: Instructions that XLA doubled on its own, to fit.
+        hidden_remats: Instructions that XLA doubled on its own, to fit. This and the
+            next are None where jaxlib cannot read the compiler's program.
         kernels: Calls in the program by kernel; see `hlo.kernel_counts`.
         seconds: What it took to trace and compile.
     """
@@ -72,8 +73,8 @@ class Compiled:
     fits: bool
     out_of_memory: OutOfMemory | None
     flops: float | None
-    hidden_remats: int
-    kernels: Mapping[str, int]
+    hidden_remats: int | None
+    kernels: Mapping[str, int] | None
     seconds: float
 
     def to_json(self) -> str:
@@ -99,6 +100,11 @@ class Compiled:
         words = [self._verdict()]
         if self.host_bytes:
             words.append(f"{_size(self.host_bytes)} more are in the host's memory.")
+        if self.hidden_remats is None:
+            words.append(
+                "jaxlib cannot read the compiled program: what XLA recomputes on its "
+                "own, and its kernels, are not known."
+            )
         if self.hidden_remats:
             words.append(
                 f"To fit, XLA recomputes {self.hidden_remats} values on its own, "
@@ -140,8 +146,10 @@ class Compiled:
         table.add_row("fits", "yes" if self.fits else "no")
         if self.flops is not None:
             table.add_row("FLOPs", f"{self.flops:.4g}")
-        table.add_row("hidden recomputations", str(self.hidden_remats))
-        for name, count in self.kernels.items():
+        hidden = self.hidden_remats
+        known = "not known" if hidden is None else str(hidden)
+        table.add_row("hidden recomputations", known)
+        for name, count in (self.kernels or {}).items():
             table.add_row(f"calls of {name}", str(count))
         return table
 

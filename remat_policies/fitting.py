@@ -187,7 +187,8 @@ class _Search:
 
     def take(self, plan: Mixture, compiled: Compiled) -> None:
         """Note what a plan took, and set the next budget."""
-        fits = compiled.fits and compiled.hidden_remats <= self.base.hidden_remats
+        hidden, before = compiled.hidden_remats or 0, self.base.hidden_remats or 0
+        fits = compiled.fits and hidden <= before
         attempt = Attempt(
             plan=plan,
             predicted_bytes=self._predicted(plan),

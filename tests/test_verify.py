@@ -378,3 +378,29 @@ def test_a_result_is_words_a_table_and_json():
     document = json.loads(found.to_json())
     assert document["temp_bytes"] == found.temp_bytes
     assert document["out_of_memory"] is None
+
+
+@compilers.needs_gpu_compiler
+def test_a_program_that_cannot_be_read_is_told_of(monkeypatch):
+    """Bytes are known all the same; other failures are not swallowed."""
+    said = []
+
+    def refuse(_):
+        raise jax.errors.JaxRuntimeError(said[0])
+
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", refuse)
+    said.append(
+        "INTERNAL: RET_CHECK failure (external/xla/xla/hlo/ir/hlo_instruction.cc:390)"
+        " proto.operand_ids_size() == *arity async-update instruction should have 1"
+        " operands but sees 3"
+    )
+    found = verify(lambda x: x * 2, shape(1024), target="h100")
+    assert (found.hidden_remats, found.kernels) == (None, None)
+    assert found.argument_bytes == 4096
+    assert "are not known" in found.explain()
+    with io.StringIO() as out:
+        rich.console.Console(file=out, width=100).print(found)
+        assert "not known" in out.getvalue()
+    said[0] = "INTERNAL: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        verify(lambda x: x * 3, shape(1024), target="h100")
