@@ -1,6 +1,8 @@
 """Shared set-up: eight CPU devices, strict dtypes, Hypothesis profiles, one state."""
 
+import json
 import os
+import shutil
 
 # Before the first import of jax: meshes of 1, 2, 4 and 8 devices on any machine.
 os.environ["XLA_FLAGS"] = (
@@ -11,9 +13,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import buckets
 import hypothesis
 import pytest
+import roots
 import tensorstore as ts
 
-from orbax_delta import store
+from orbax_delta import cli, store
 
 hypothesis.settings.register_profile(
     "default",
@@ -111,3 +114,39 @@ def pytest_terminal_summary(terminalreporter):
             else "0 wrong values, 0 lost committed steps"
         )
         terminalreporter.write_line(f"tried {counts}: {verdict}")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A healthy root that no test changes; some modules have their own."""
+    return roots.make(tmp_path_factory.mktemp("made") / "run")
+
+
+@pytest.fixture
+def run(made, root):
+    """A copy of the healthy root, to be damaged."""
+    shutil.copytree(made, root)
+    return root
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs a command line; returns exit code, stdout and stderr."""
+
+    def call(*arguments):
+        code = cli.main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def document(command):
+    """Runs a command line with `--json`; returns exit code and document."""
+
+    def call(*arguments):
+        code, out, _ = command(*arguments, "--json")
+        return code, json.loads(out)
+
+    return call

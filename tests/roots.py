@@ -1,5 +1,6 @@
 """A healthy root with every kind of chunk, for the tests to damage."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,8 @@ def make(folder: Path, **options: Any) -> Path:
             for step in (1, *STEPS):
                 run.save(step, state(step))
     return folder
+
+
+def lines_of(text):
+    """Lines as lists of columns, as a pipe shows them."""
+    return [re.split(r"  +", line) for line in text.splitlines()]

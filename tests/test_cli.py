@@ -23,48 +23,6 @@ from orbax_delta.marks import Mark
 from orbax_delta.reports import human_bytes
 from orbax_delta.store import DeltaStore, Folder
 
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A healthy root that no test changes."""
-    return roots.make(tmp_path_factory.mktemp("made") / "run")
-
-
-@pytest.fixture
-def run(made, root):
-    """A copy of the healthy root, to be damaged."""
-    shutil.copytree(made, root)
-    return root
-
-
-@pytest.fixture
-def command(capsys):
-    """Runs a command line; returns exit code, stdout and stderr."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-@pytest.fixture
-def document(command):
-    """Runs a command line with `--json`; returns exit code and document."""
-
-    def call(*arguments):
-        code, out, _ = command(*arguments, "--json")
-        return code, json.loads(out)
-
-    return call
-
-
-def lines_of(text):
-    """Lines as lists of columns, as a pipe shows them."""
-    return [re.split(r"  +", line) for line in text.splitlines()]
-
-
 # ls
 
 
@@ -72,7 +30,7 @@ def test_ls(made, command):
     """One line a step with what its save wrote, and the store's totals at the end."""
     code, out, err = command("ls", made)
     assert (code, err) == (0, "")
-    head, *steps, last, kept = lines_of(out)
+    head, *steps, last, kept = roots.lines_of(out)
     assert kept[0].startswith("Kept whatever is deleted: the state of step 1. More: ")
     assert head == [
         *("step", "item", "saved at", "raw", "written", "smaller", "packs"),
@@ -113,7 +71,7 @@ def test_ls_of_bases_of_several_items(tmp_path, command):
     code, out, _ = command("ls", "--bases", root)
     assert code == errors.FormatError.exit_code
     assert "Kept" not in out
-    assert [line[0] for line in lines_of(out)[1:3]] == ["-", "-"]
+    assert [line[0] for line in roots.lines_of(out)[1:3]] == ["-", "-"]
 
 
 def test_ls_as_json(made, document):
@@ -159,7 +117,7 @@ def test_ls_reads_only_manifests(run, command):
         path.write_bytes(b"?")
     code, out, _ = command("ls", run)
     assert code == 0
-    assert len(lines_of(out)) == 7
+    assert len(roots.lines_of(out)) == 7
 
 
 def test_ls_of_a_damaged_root(run, command, document):
@@ -167,8 +125,8 @@ def test_ls_of_a_damaged_root(run, command, document):
     (run / "3/default/MANIFEST").write_bytes(b"?")
     code, out, _ = command("ls", run)
     assert code == 20
-    assert [line[0] for line in lines_of(out)[1:5]] == ["2", "3", "4", "5"]
-    assert lines_of(out)[2] == ["3", "default", "damaged"]
+    assert [line[0] for line in roots.lines_of(out)[1:5]] == ["2", "3", "4", "5"]
+    assert roots.lines_of(out)[2] == ["3", "default", "damaged"]
     assert "3/default/MANIFEST does not begin with" in out.splitlines()[-1]
     code, found = document("ls", run)
     assert code == 20
@@ -184,7 +142,7 @@ def test_ls_of_a_step_with_a_damaged_report(run, command, document):
     path.write_bytes(encode_manifest(dataclasses.replace(manifest, report=report)))
     code, out, _ = command("ls", run)
     assert code == 20
-    assert lines_of(out)[2] == ["3", "default", "damaged"]
+    assert roots.lines_of(out)[2] == ["3", "default", "damaged"]
     assert "MANIFEST is damaged in chunks" in out.splitlines()[-1]
     code, found = document("verify", run)
     assert code == 22
@@ -198,7 +156,7 @@ def test_ls_with_a_damaged_store_file(run, command, document):
     code, out, _ = command("ls", run)
     assert code == 20
     assert "STORE.json is not JSON" in out.splitlines()[-1]
-    assert [line[0] for line in lines_of(out)[1:5]] == ["2", "3", "4", "5"]
+    assert [line[0] for line in roots.lines_of(out)[1:5]] == ["2", "3", "4", "5"]
     assert document("ls", run)[1]["store"]["error"]["kind"] == "format"
 
 
@@ -216,12 +174,12 @@ def test_ls_of_steps_of_other_handlers(root, command, document):
         run.save(11, tree)
     code, out, _ = command("ls", root)
     assert code == 0
-    assert [line[:3] for line in lines_of(out)[2:5]] == [
+    assert [line[:3] for line in roots.lines_of(out)[2:5]] == [
         ["8", "-", "other"],
         ["9", "-", "other"],
         ["10", "-", "other"],
     ]
-    assert lines_of(out)[1][0] == "11"
+    assert roots.lines_of(out)[1][0] == "11"
 
 
 def test_ls_of_unfinished_and_discarded_steps(run, command):
@@ -230,7 +188,7 @@ def test_ls_of_unfinished_and_discarded_steps(run, command):
     (run / "2").rename(run / "trash/2")
     (run / "5").rename(run / "5.orbax-checkpoint-tmp")
     _, out, _ = command("ls", run)
-    assert [line[0] for line in lines_of(out)[1:5]] == [
+    assert [line[0] for line in roots.lines_of(out)[1:5]] == [
         "trash/2",
         "3",
         "4",
@@ -246,7 +204,10 @@ def test_ls_of_self_contained_checkpoints(tmp_path, command, document):
             checkpointer.save(tmp_path / name, args=save)
     code, out, _ = command("ls", tmp_path)
     assert code == 0
-    assert [line[:2] for line in lines_of(out)[1:]] == [["best", "-"], ["final", "-"]]
+    assert [line[:2] for line in roots.lines_of(out)[1:]] == [
+        ["best", "-"],
+        ["final", "-"],
+    ]
     _, found = document("ls", tmp_path / "final")
     assert [entry["self_contained"] for entry in found["steps"]] == [True]
     code, out, _ = command("show", tmp_path, "final")
@@ -262,7 +223,7 @@ def test_show(made, command):
     code, out, err = command("show", made, 5)
     assert (code, err) == (0, "")
     facts, _, leaves = out.partition("\n\n")
-    facts = {line[0]: line[1] for line in lines_of(facts)}
+    facts = {line[0]: line[1] for line in roots.lines_of(facts)}
     manifest = read_step(made, 5).manifest
     assert facts["step"] == "5"
     assert facts["built on"] == "step 4"
@@ -271,7 +232,7 @@ def test_show(made, command):
     assert "chunk_bytes 4096" in facts["options"]
     assert f"orbax-checkpoint {ocp.__version__}" in facts["versions"]
     assert facts["custom metadata"] == "none"
-    head, *leaves = lines_of(leaves)
+    head, *leaves = roots.lines_of(leaves)
     assert head == [
         *("leaf", "kind", "dtype", "shape", "chunks", "records", "stored"),
         "forms",
@@ -409,7 +370,7 @@ def test_prune(run, command, document):
     before = strategies.listing(run)
     code, out, err = command("prune", run, "--dry-run")
     assert (code, err) == (0, "")
-    assert {line[0] for line in lines_of(out)} >= dead
+    assert {line[0] for line in roots.lines_of(out)} >= dead
     assert f"Dead: {len(dead)} packs ({human_bytes(size)}), named by none." in out
     assert "named by 3 MANIFESTs and 0 pins" in out  # of a kept base, too
     assert out.endswith("Nothing was deleted.\n")

@@ -35,47 +35,6 @@ ANSWER_SECONDS = 60
 PNG = b"\x89PNG\r\n"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A healthy root that no test changes."""
-    return roots.make(tmp_path_factory.mktemp("made") / "run")
-
-
-@pytest.fixture
-def run(made, root):
-    """A copy of the healthy root, to be damaged."""
-    shutil.copytree(made, root)
-    return root
-
-
-@pytest.fixture
-def command(capsys):
-    """Runs a command line; returns exit code, stdout and stderr."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
-@pytest.fixture
-def document(command):
-    """Runs a command line with `--json`; returns exit code and document."""
-
-    def call(*arguments):
-        code, out, _ = command(*arguments, "--json")
-        return code, json.loads(out)
-
-    return call
-
-
-def lines_of(text):
-    """Lines as lists of columns, as a pipe shows them."""
-    return [re.split(r"  +", line) for line in text.splitlines()]
-
-
 # --- history --------------------------------------------------------------------------
 
 
@@ -83,7 +42,7 @@ def test_history(made, command, document):
     """A line for each save, also of the step that is gone, and what comes next."""
     code, out, err = command("history", made)
     assert (code, err) == (0, "")
-    head, *saves = lines_of(out)[:6]
+    head, *saves = roots.lines_of(out)[:6]
     assert head == [
         *("step", "item", "saved at", "blocked s", "total s", "written", "smaller"),
         *("raw", "host", "chunks by form"),
@@ -119,7 +78,7 @@ def test_history_of_an_earlier_version(run, command):
     shutil.rmtree(run / STORE / "history")
     code, out, _ = command("history", run)
     assert code == 0
-    lines = lines_of(out)[1:6]
+    lines = roots.lines_of(out)[1:6]
     # The first one is known from the kept base.
     assert [line[0] for line in lines] == ["1", "2", "3", "4", "5"]
     assert {line[8] for line in lines} == {"-"}
@@ -145,7 +104,7 @@ def test_history_of_a_damaged_root(run, command):
     path.write_bytes(path.read_bytes() + b"garbled\n")
     code, out, _ = command("history", run)
     assert code == errors.FormatError.exit_code
-    assert [line[0] for line in lines_of(out)[1:6]] == ["1", "2", "3", "4", "5"]
+    assert [line[0] for line in roots.lines_of(out)[1:6]] == ["1", "2", "3", "4", "5"]
     assert "3/default/MANIFEST does not begin" in out
     assert "line 6 of" in out
 
@@ -158,15 +117,15 @@ def test_du(made, command, document):
     code, out, err = command("du", made)
     assert (code, err) == (0, "")
     total = strategies.disk_bytes(made)
-    rows = {line[0]: line[1] for line in lines_of(out) if len(line) > 1}
+    rows = {line[0]: line[1] for line in roots.lines_of(out) if len(line) > 1}
     assert rows["all"] == f"{total:,}"
     parts = [
         int(line[1].replace(",", ""))
-        for line in lines_of(out.partition("where")[2])
+        for line in roots.lines_of(out.partition("where")[2])
         if len(line) == 3 and line[0] != "all"
     ]
     assert sum(parts) == total
-    assert [line[:2] for line in lines_of(out)[1:6]] == [
+    assert [line[:2] for line in roots.lines_of(out)[1:6]] == [
         *([str(step), "step"] for step in roots.STEPS),
         ["1", "kept base"],
     ]
@@ -184,7 +143,7 @@ def test_du_leaves(made, command):
     """The dearest first, with shares that add up."""
     code, out, _ = command("du", made, "--leaves")
     assert code == 0
-    head, *leaves = lines_of(out)
+    head, *leaves = roots.lines_of(out)
     assert head[:4] == ["leaf", "item", "stored", "share"]
     assert [leaf[0] for leaf in leaves][:2] == ["noise", "params/copy"]
     assert leaves[-1][4] == "100.0%"
@@ -226,7 +185,7 @@ def test_diff(made, command, document):
     """Leaves that differ; how much was read."""
     code, out, err = command("diff", made, 2, 5)
     assert (code, err) == (0, "")
-    rows = {line[0]: line for line in lines_of(out)}
+    rows = {line[0]: line for line in roots.lines_of(out)}
     assert rows["params/w"][1:6] == [
         *("changed", "float32[64,64]", "9", "4,096", "0.22%"),
     ]
@@ -265,7 +224,7 @@ def test_diff_of_damage(root, command):
         pack.write_bytes(data)
     code, out, _ = command("diff", root, 0, 1)
     assert code == errors.CorruptionError.exit_code
-    assert lines_of(out)[1][:2] == ["w", "damaged"]
+    assert roots.lines_of(out)[1][:2] == ["w", "damaged"]
     assert "w: leaf w, chunk [0:900]" in out
 
 
@@ -279,7 +238,7 @@ def test_advise(made, command, document):
         *("--restart", "5m"),
     )
     assert (code, err) == (0, "")
-    assert lines_of(out)[0][1:] == ["deltas", "full saves"]
+    assert roots.lines_of(out)[0][1:] == ["deltas", "full saves"]
     assert "One failure in 7 h 30 min; after one it takes 6 min 30 s until" in out
     assert "(as given)" in out
     assert "kept with 4 steps" in out

@@ -22,18 +22,6 @@ def made(tmp_path_factory):
     return save(tmp_path_factory.mktemp("made") / "run", STATE)
 
 
-@pytest.fixture
-def command(capsys):
-    """Runs a command line; returns exit code, stdout and stderr."""
-
-    def call(*arguments):
-        code = cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
-
-
 @pytest.mark.parametrize("form", ["delta", "orbax", "safetensors"])
 def test_there_and_back(made, tmp_path, command, form):
     """Each form is written, said in one line, and becomes a step again."""
