@@ -132,6 +132,11 @@ def counted(block, avals, policy):
     return found.flops - kernels
 
 
+def called(compiled):
+    """How many kernels the program calls; None where it cannot be read."""
+    return None if compiled.kernels is None else sum(compiled.kernels.values())
+
+
 def predicted(name, target, layers):
     """Rows: plans at the bytes of three presets, as predicted and as compiled."""
     config, batch, length = BLOCKS[name]
@@ -162,8 +167,8 @@ def predicted(name, target, layers):
             "from full": first / found.hbm_bytes - 1,
             "from the last": then / found.hbm_bytes - 1,
             "hidden": found.hidden_remats,
-            "kernels": sum((found.kernels or {}).values()),
-            "of full": sum((base.kernels or {}).values()),
+            "kernels": called(found),
+            "of full": called(base),
         }
         if found.flops and base.flops:  # XLA counts a loop's body once
             less = full - counted(block, avals, plan.policy)
