@@ -38,11 +38,11 @@ from orbax_delta.errors import (
     InvalidInputError,
     NotFoundError,
 )
-from orbax_delta.listing import Item
+from orbax_delta.listing import Item, url_of
 from orbax_delta.steps import Step, open_step
 from orbax_delta.store import DeltaStore, Folder
 from orbax_delta.storefiles import STORE_FILE, UUID
-from orbax_delta.terminal import bars, json_option, print_json, root_argument, url_of
+from orbax_delta.terminal import bars, json_option, print_json, root_argument
 
 EXIT_CODES: Mapping[int, str] = {
     0: "done; nothing is wrong",

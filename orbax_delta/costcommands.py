@@ -29,7 +29,8 @@ from orbax_delta import (
 )
 from orbax_delta.costs import Costs
 from orbax_delta.errors import CorruptionError, DeltaError, InvalidInputError
-from orbax_delta.terminal import bars, json_option, print_json, root_argument, url_of
+from orbax_delta.listing import url_of
+from orbax_delta.terminal import bars, json_option, print_json, root_argument
 
 _WATCHED_SAVES = 15
 

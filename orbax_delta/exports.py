@@ -22,7 +22,7 @@ from orbax_delta.errors import (
     StorageError,
 )
 from orbax_delta.handler import DeltaCheckpointHandler, DeltaSave
-from orbax_delta.listing import Progress, no_progress
+from orbax_delta.listing import Progress, no_progress, url_of
 from orbax_delta.options import MAX_CHUNK_BYTES, DeltaOptions
 from orbax_delta.sources import Source
 from orbax_delta.tensorfolders import SHARD_BYTES, Name, dotted
@@ -87,7 +87,7 @@ def export_delta(
         ...     checkpointer.restore(exports / "delta")["step"]
         3
     """
-    source = sources.of_step(sources.url_of(root), str(step), item).select(include)
+    source = sources.of_step(url_of(root), str(step), item).select(include)
     handler = DeltaCheckpointHandler(_options(source))
     with (
         _published(source, target, progress) as (counted, made),
@@ -134,7 +134,7 @@ def export_orbax(
         >>> restored["params"]["w"].shape
         (4, 2)
     """
-    source = sources.of_step(sources.url_of(root), str(step), item).select(include)
+    source = sources.of_step(url_of(root), str(step), item).select(include)
     with _published(source, target, progress) as (counted, made):
         orbaxfolders.write(counted, made.path)
     return made.report()
@@ -182,7 +182,7 @@ def export_safetensors(
         >>> [file.name for file in (exports / "hf").iterdir()]
         ['model.safetensors']
     """
-    source = sources.of_step(sources.url_of(root), str(step), item).select(include)
+    source = sources.of_step(url_of(root), str(step), item).select(include)
     with _published(source, target, progress) as (counted, made):
         planned = tensorfolders.plan(counted, shard_bytes=shard_bytes, name=name)
         made.path.mkdir()

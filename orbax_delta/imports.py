@@ -16,7 +16,7 @@ from orbax_delta import orbaxsources, sources, tensorsources
 from orbax_delta.errors import InvalidInputError, NotFoundError
 from orbax_delta.exports import ExportReport
 from orbax_delta.handler import DEFAULT_ITEM, DeltaSave, handler_registry
-from orbax_delta.listing import Progress, no_progress
+from orbax_delta.listing import Progress, no_progress, url_of
 from orbax_delta.manifests import MANIFEST_NAME
 from orbax_delta.places import locate
 from orbax_delta.sources import Source
@@ -69,7 +69,7 @@ def import_checkpoint(
     if type(step) is not int or step < 0:
         raise InvalidInputError(f"step is {step!r}; expected a number from 0")
     source = _opened(os.fspath(path), split).select(include)
-    url = sources.url_of(root)
+    url = url_of(root)
     # Nothing is compared with what is in memory, and nothing is deleted.
     registry = handler_registry(item=item, base="store", auto_prune=False)
     args: Any = DeltaSave(

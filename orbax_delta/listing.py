@@ -31,6 +31,12 @@ _MAX_TRIES = 50
 _MAX_NAMED = 12
 
 
+def url_of(root: str | os.PathLike[str]) -> str:
+    """A root as it is wherever the process was started."""
+    text = os.fspath(root)
+    return text if "://" in text else os.path.abspath(text)
+
+
 def is_base(key: str) -> bool:
     """Whether a key of a root lies in its store: it is of a kept base."""
     return key.startswith(f"{STORE_NAME}/")

@@ -9,7 +9,6 @@ import binascii
 import dataclasses
 import fnmatch
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -183,12 +182,6 @@ def _leaves(node: Json) -> Iterator[int]:
 
 
 # --- steps ----------------------------------------------------------------------------
-
-
-def url_of(root: str | os.PathLike[str]) -> str:
-    """A root as this package names it."""
-    text = os.fspath(root)
-    return text if "://" in text else os.path.abspath(text)
 
 
 def of_step(url: str, step: str, item: str | None = None) -> Source:

@@ -5,7 +5,6 @@ Does not belong here: any command, what tables hold (`views`).
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,11 +19,6 @@ root_argument = click.argument("root", metavar="ROOT")
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
 )
-
-
-def url_of(root: str) -> str:
-    """A root as it is wherever the command was started."""
-    return root if "://" in root else os.path.abspath(root)
 
 
 def print_json(document: Any) -> None:
