@@ -21,6 +21,10 @@ from orbax_delta.errors import PeerError as PeerError
 from orbax_delta.errors import StorageError as StorageError
 from orbax_delta.errors import StructureError as StructureError
 from orbax_delta.errors import UnsupportedVersionError as UnsupportedVersionError
+from orbax_delta.errors import WrongKeyError as WrongKeyError
+from orbax_delta.keys import Encryption as Encryption
+from orbax_delta.keys import new_key_file as new_key_file
+from orbax_delta.keys import use_key as use_key
 from orbax_delta.options import DeltaOptions as DeltaOptions
 from orbax_delta.reports import RestoreReport as RestoreReport
 from orbax_delta.reports import SaveReport as SaveReport

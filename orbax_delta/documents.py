@@ -96,6 +96,7 @@ def of_step(item: Item, step: Step) -> Document:
         "packs_url": step.packs.url,
         "pack_names": list(manifest.packs),
         "required_features": list(manifest.required_features),
+        "key_id": manifest.encryption.get("key_id"),
         "options": dict(manifest.options),
         "versions": dict(manifest.versions),
         "custom_metadata": manifest.custom_metadata,

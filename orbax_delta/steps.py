@@ -9,7 +9,7 @@ import operator
 import os
 from collections.abc import Iterator, Sequence
 
-from orbax_delta import chunks, dtypes, parts, records
+from orbax_delta import chunks, dtypes, keys, parts, records
 from orbax_delta.base import Base
 from orbax_delta.errors import CorruptionError, FormatError, NotFoundError
 from orbax_delta.manifests import (
@@ -18,11 +18,14 @@ from orbax_delta.manifests import (
     Manifest,
     PartEntry,
     parse_manifest,
+    process_of,
 )
 from orbax_delta.options import MAX_CHUNK_BYTES
 from orbax_delta.parts import Row
 from orbax_delta.places import MAX_MANIFEST_DEPTH, SELF_CONTAINED_PACKS, Place
+from orbax_delta.ranges import Packs
 from orbax_delta.reports import SaveReport
+from orbax_delta.sealing import Key, fingerprint
 from orbax_delta.store import STORE_NAME, DeltaStore, Folder
 from orbax_delta.storefiles import ROOT_FILE, STORE_FILE
 
@@ -39,7 +42,7 @@ class Step:
         place: Where it lies.
         manifest: Its MANIFEST.
         rows: All of its rows; every element of every leaf lies in exactly one box.
-        packs: Folder that holds its packs.
+        packs: Where its records lie.
         root_url: Root of its store, also of a step that was moved to a trash; None for
             a self-contained one.
     """
@@ -47,7 +50,7 @@ class Step:
     place: Place
     manifest: Manifest
     rows: Sequence[Row]
-    packs: Folder
+    packs: Packs
     root_url: str | None
 
     def as_base(self) -> Base:
@@ -56,6 +59,7 @@ class Step:
             self.manifest.leaves,
             self.rows,
             store_uuid=self.manifest.store_uuid,
+            key=fingerprint(self.packs.key),
             save_index=self.manifest.save_index,
             predecessor={
                 "step": self.place.step_name,
@@ -70,6 +74,7 @@ def open_step(place: Place) -> Step:
     Raises:
         NotFoundError: There is no MANIFEST, or no store above the step is its own.
         FormatError: MANIFEST, part or store is damaged.
+        WrongKeyError: It is encrypted, and this process does not know its key.
         UnsupportedVersionError: A newer format wrote something of it.
         CorruptionError: A digest does not match, or the rows do not cover the leaves.
     """
@@ -107,7 +112,10 @@ def open_step(place: Place) -> Step:
         place=place,
         manifest=manifest,
         rows=rows,
-        packs=store.packs if store else item.child(SELF_CONTAINED_PACKS),
+        packs=Packs(
+            folder=store.packs if store else item.child(SELF_CONTAINED_PACKS),
+            key=key_of(manifest, item),
+        ),
         root_url=store.root.url.rstrip("/") if store else None,
     )
 
@@ -124,6 +132,15 @@ def read_manifest(item: Folder) -> Manifest | None:
     if data is None:
         return None
     return parse_manifest(data, where=item.url + MANIFEST_NAME)
+
+
+def key_of(manifest: Manifest, item: Folder) -> Key | None:
+    """The key of a step, if it is encrypted.
+
+    Raises:
+        WrongKeyError: This process does not know it.
+    """
+    return keys.key_of(manifest.encryption, manifest.attempt, item.url.rstrip("/"))
 
 
 def packs_of(manifest: Manifest, place: Place) -> Folder:
@@ -201,6 +218,7 @@ def read_rows(item: Folder, manifest: Manifest) -> list[Row]:
     Raises:
         CorruptionError: A part is missing, or is not what the MANIFEST says.
         FormatError: A part is none.
+        WrongKeyError: It is encrypted, and this process does not know its key.
         UnsupportedVersionError: A newer format wrote it.
     """
     with _no_cycles():
@@ -224,7 +242,7 @@ def _no_cycles() -> Iterator[None]:
 
 
 def _read_rows(item: Folder, manifest: Manifest) -> list[Row]:
-    words = manifest.word_sizes()
+    words, key = manifest.word_sizes(), key_of(manifest, item)
     rows: list[Row] = []
     for part in manifest.parts:
         data = _read_part(item, part)
@@ -235,6 +253,8 @@ def _read_rows(item: Folder, manifest: Manifest) -> list[Row]:
                 rows=part.rows,
                 packs=[manifest.packs[index] for index in part.packs],
                 words=words,
+                process=process_of(part.name),
+                key=key,
             )
         except (CorruptionError, FormatError) as error:
             raise type(error)(f"{item.url}{part.name}: {error}") from error

@@ -195,6 +195,7 @@ def facts_table(step: Document) -> Table:
         *_report_facts(step),
         ("packs", f"{step['packs']} in {step['packs_url']}"),
         ("store", step["store_uuid"] or "none, the packs lie beside the MANIFEST"),
+        ("encrypted", f"with key {step['key_id']}" if step["key_id"] else "no"),
         ("options", pairs(step["options"])),
         ("versions", pairs(step["versions"])),
         ("custom metadata", str(step["custom_metadata"] or "none")),
