@@ -35,7 +35,6 @@ LOSSY = "lossy"
 """Feature of steps in which values lie on grids; they have a field of this name."""
 ENCRYPTED = "encrypted"
 """Feature of steps whose records and parts are sealed; `encryption` tells the key."""
-KNOWN_FEATURES: frozenset[str] = frozenset({LOSSY, ENCRYPTED})
 
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 PACK_NAME = re.compile(r"([0-9a-f]{32})-p\d{1,9}-\d{1,9}", re.ASCII)
@@ -80,6 +79,7 @@ _MANIFEST_FIELDS: Mapping[str, fields.Types] = {
 }
 _FEATURE_FIELDS: Mapping[str, str] = {LOSSY: "lossy", ENCRYPTED: "encryption"}
 """Fields, all of them objects, that a MANIFEST has if it requires a feature."""
+KNOWN_FEATURES: frozenset[str] = frozenset(_FEATURE_FIELDS)
 _LEAF_FIELDS: Mapping[str, fields.Types] = {
     "path": (list,),
     "kind": (str,),

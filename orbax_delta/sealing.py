@@ -1,4 +1,4 @@
-"""Encryption of records and parts: AES-256-GCM (FORMAT.md sections 5.2 and 7.5).
+"""Encryption of records and parts: AES-256-GCM (FORMAT.md sections 5.2, 7.2 and 8.10).
 
 Every attempt has keys of its own, made of the user's key and the attempt's random bits,
 and what is sealed with them is numbered by its place. So no number is used twice with a

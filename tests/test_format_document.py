@@ -33,6 +33,7 @@ from orbax_delta import (
     prune,
     records,
     reports,
+    sealing,
     shardings,
     sparse,
     store,
@@ -77,6 +78,7 @@ def _tables(text):
 
 
 TABLES = _tables(DOCUMENT)
+FEATURE_FIELDS = dict.fromkeys(manifests._FEATURE_FIELDS.values(), (dict,))
 
 
 def _struct_format(rows):
@@ -111,6 +113,8 @@ def _magic(text):
         ("4.9", 0, grids._HEAD),
         ("5.1", 0, records._RECORD_HEAD),
         ("5.1", 1, records._CHECKSUM),
+        ("5.2", 1, sealing._CHECKSUM),
+        ("5.2", 2, sealing._PLACE),
         ("6.1", 0, records._PACK_HEAD),
         ("6.2", 0, records._INDEX_ENTRY),
         ("6.3", 0, records._PACK_TAIL),
@@ -126,6 +130,7 @@ def test_binary_fields_have_the_sizes_of_the_code(section, index, layout):
     ("section", "field", "magic"),
     [
         ("5.1", 0, records.RECORD_MAGIC),
+        ("5.2", 0, sealing.SEALED_MAGIC),
         ("6.1", 0, records.PACK_MAGIC),
         ("6.3", 3, records.PACK_END_MAGIC),
         ("7.2", 0, parts.PART_MAGIC),
@@ -270,7 +275,7 @@ _JSON_NAMES = {
 @pytest.mark.parametrize(
     ("section", "fields"),
     [
-        ("8.2", manifests._LOSSY_FIELDS),
+        ("8.2", {**manifests._MANIFEST_FIELDS, **FEATURE_FIELDS}),
         ("8.3", manifests._LEAF_FIELDS),
         ("8.5", manifests._PART_FIELDS),
     ],
@@ -288,6 +293,18 @@ def test_json_fields_and_types_are_those_of_the_code(section, fields):
         name: {"any"} if len(kinds) == 6 else kinds for name, kinds in expected.items()
     }
     assert documented == expected
+
+
+def test_what_is_made_of_a_key_is_that_of_the_code():
+    """The texts that tell the uses of a key apart, and how much is made for each."""
+    made = {row["info"].encode(): int(row["bytes"]) for row in TABLES["8.10"][0]}
+    assert made == {
+        sealing._FOR_SEALING: sealing.KEY_BYTES,
+        sealing._FOR_CHECK: sealing._CHECK_BYTES,
+        sealing._FOR_PRINT: sealing._PRINT_BYTES,
+    }
+    assert f"number {sealing._PART_NUMBER:#X}".replace("X", "x") in DOCUMENT
+    assert _names(TABLES["8.10"][1]) == ["key_id", "check"]
 
 
 def test_manifests_write_the_documented_fields():
@@ -399,7 +416,7 @@ def test_reports_and_options_have_the_documented_fields():
     """What stands in a MANIFEST for people."""
     report = [field.name for field in dataclasses.fields(reports.SaveReport)]
     assert _names(TABLES["8.8"][0]) == report
-    section = DOCUMENT.partition("### 8.9 Options")[2].partition("\n## ")[0]
+    section = DOCUMENT.partition("### 8.9 Options")[2].partition("\n### ")[0]
     named = re.findall(r"`(\w+)`", section)
     values = list(options.DeltaOptions().recorded())
     assert [name for name in named if name != "DeltaOptions"] == values
@@ -435,7 +452,7 @@ def test_the_version_is_that_of_the_code():
     for row in rows:
         assert row["meaning"] == f"format version, {records.FORMAT_VERSION}"
     features = {row["feature"] for row in TABLES["14"][0]}
-    assert features == manifests.KNOWN_FEATURES == {manifests.LOSSY}
+    assert features == manifests.KNOWN_FEATURES
 
 
 def test_limits_are_those_of_the_code():
