@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from orbax_delta import fields, keys, lossy, selection
+from orbax_delta.base import Base
 from orbax_delta.errors import InvalidInputError
 from orbax_delta.hosts import ALONE, Job, Round
 from orbax_delta.leaves import Snapshot
@@ -96,7 +97,8 @@ def prepare(
         metadata, key = _metadata(custom_metadata), options.writing_key()
         keys.remember(options.encryption)
         if stored is not None and stored.base.key != fingerprint(key):
-            stored = None
+            # The save will not build on that.
+            stored = dataclasses.replace(stored, base=Base())
         taken, selected = selection.take(tree, job, options, stored, hurried=hurried)
         rounded = lossy.plan(taken.leaves, options.lossy)
     except Exception as error:  # noqa: BLE001 # raised by every process, here or later
