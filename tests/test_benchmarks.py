@@ -281,6 +281,20 @@ def test_bounds(cache, tmp_path):
     assert all(set(size["largest"].values()) == {0.0} for size in exact)
 
 
+def test_sealed(cache, tmp_path):
+    """Two workloads; sealed records take a few bytes more."""
+    file = tmp_path / "s.json"
+    printed = run(
+        *("sealed.py", "--scale", "tiny", "--repetitions", 1, "--cache", cache),
+        *("--workloads", "dense", "rl_bf16", "--json", file),
+    )
+    assert "rl_bf16" in printed
+    for found in json.loads(file.read_text()).values():
+        plain, sealed = (samples[0]["saves"] for samples in found.values())
+        for one, other in zip(plain, sealed, strict=True):
+            assert 0 < other["added_bytes"] - one["added_bytes"] < 10_000
+
+
 def test_quality(tmp_path):
     """Every policy in both phases, and a picture."""
     files = ["--json", tmp_path / "q.json", "--plot", tmp_path / "q.png"]
