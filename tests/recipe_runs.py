@@ -92,6 +92,7 @@ def main(root, last_step, port=None, interval=10, mesh=None, cut=("fsdp",), star
         cut: Axes along which matrices are cut.
         start: Step that another mesh ended with; its bits are in `ROOT-STEP.npz`.
     """
+    children.die_with_parent()
     children.without_disk_sync()
     if port is not None:
         jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)

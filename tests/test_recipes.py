@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ from recipe_runs import bits
 
 LAST_STEP = 130
 HOUR = 3_600_000_000_000
+LIFE_SECONDS = 200
+"""A process that takes longer hangs, and is killed."""
 BYTES = "table: bytes on disk after 40 dense saves, in times the state"
 
 
@@ -122,7 +125,7 @@ def test_by_time(recipe, root, wanted):
     assert steps_of(run) == [1]
     train(run, 60, options)
     assert steps_of(run) == [1]
-    older(run, HOUR // 6 - 60_000_000_000)
+    older(run, HOUR // 12)
     train(run, 60, options)
     assert steps_of(run) == [1]
     for restart in range(7):
@@ -204,12 +207,16 @@ def process():
             flags = f"--xla_force_host_platform_device_count={devices}"
             child = subprocess.Popen(
                 [*script, json.dumps(settings)],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 env=os.environ | {"XLA_FLAGS": flags},
             )
             stack.enter_context(child)
             stack.callback(child.kill)
+            limit = threading.Timer(LIFE_SECONDS, child.kill)
+            limit.start()
+            stack.callback(limit.cancel)
             return child
 
         yield start
@@ -356,3 +363,11 @@ def test_another_type_on_restore(recipe, root):
         expected = jnp.asarray(saved[f"params/{name}"]).astype(jnp.bfloat16)
         strategies.assert_same_leaf(np.asarray(leaf), np.asarray(expected), name)
         assert leaf.sharding == names["params"][name].sharding
+    with strategies.open_run(root / "half") as run:
+        run.save(0, names["half"])
+        target = {
+            k: leaf.update(dtype=jnp.float32) for k, leaf in names["params"].items()
+        }
+        for name, leaf in run.restore(0, target).items():
+            expected = np.asarray(names["half"][name]).astype(np.float32)
+            strategies.assert_same_leaf(np.asarray(leaf), expected, name)
