@@ -1,9 +1,10 @@
 """Kin: what other runs and items already have in the same store, found by content.
 
-An item without a base (the first save of a run) refers to chunks that the newest step
-of another root, or of another item of its root, has stored. Their packs are pinned
-before they are looked at, and bytes are compared before a chunk is shared: a digest
-only says where to look. Does not belong here: copies within one save (`changes`).
+An item without a base (the first save of a run) refers to chunks that another root, or
+another item of its root, has stored: its newest step, or the one of the same number,
+with which a branch begins. Their packs are pinned before they are looked at, and bytes
+are compared before a chunk is shared: a digest only says where to look. Does not belong
+here: copies within one save (`changes`).
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ _STEP_KEY_PARTS = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Relative:
-    """The newest step of another root or item."""
+    """A step of another root or item."""
 
     place: Place
     manifest: Manifest
@@ -45,7 +46,7 @@ class _Relative:
 
 
 class Kin:
-    """The newest steps of other roots and items that use a store.
+    """Steps of other roots and items that use a store.
 
     Args:
         packs: Where the records lie.
@@ -68,9 +69,9 @@ class Kin:
         """
         found: list[_Relative] = []
         try:
-            found += _newest(store.root, store.uuid, but=place.item)
+            found += _relatives(store.root, store.uuid, place.step, but=place.item)
             for root in registry.reachable(store):
-                found += _newest(root, store.uuid)
+                found += _relatives(root, store.uuid, place.step)
         except DeltaError as error:
             _logger.warning("chunks of other runs are not looked for: %s", error)
         found = [one for one in found if one.is_sealed_with(key)]
@@ -142,21 +143,31 @@ class Kin:
         return found
 
 
-def _newest(root: Folder, store_uuid: str, but: str | None = None) -> list[_Relative]:
-    """The newest step of each item of a root that has its packs in this store.
+def _relatives(
+    root: Folder, store_uuid: str, step: int | None, but: str | None = None
+) -> list[_Relative]:
+    """Of each item of a root the newest step, and the one of a certain number.
 
     Args:
         root: The root.
-        store_uuid: Identity of the store.
+        store_uuid: Identity of the store; steps that have their packs elsewhere are
+            left out.
+        step: That number; None: there is none.
         but: Item that is left out.
     """
     newest: dict[str, Place] = {}
+    namesakes: list[Place] = []
     for place in _places(root):
+        if place.item == but:
+            continue
         known = newest.get(place.item)
-        if place.item != but and (known is None or _number(place) > _number(known)):
+        if known is None or _number(place) > _number(known):
             newest[place.item] = place
+        if step is not None and place.step == step:
+            namesakes.append(place)
+    older = [place for place in namesakes if place != newest[place.item]]
     found = []
-    for place in newest.values():
+    for place in (*newest.values(), *older):
         try:
             manifest = steps.read_manifest(place.folder)
         except DeltaError as error:

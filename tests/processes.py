@@ -62,7 +62,7 @@ class Job:
         self.size = size
         self._members: list[_Member] = []
         folder.mkdir(parents=True, exist_ok=True)
-        with _reserved_port() as port:
+        with reserved_port() as port:
             try:
                 for rank in range(size):
                     words = {"rank": rank, "size": size, "port": port, **settings}
@@ -294,7 +294,7 @@ class _Member:
 
 
 @contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """A port that nobody else is given while the coordinator does not listen yet.
 
     It listens beside this socket, which never does: gRPC shares its ports.

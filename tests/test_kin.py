@@ -155,11 +155,19 @@ def test_copies_of_what_is_shared(tmp_path, shared):
     check_steps(tmp_path / "b", [tree])
 
 
-def test_only_the_newest_step_and_only_the_first_save(tmp_path, shared):
-    """Older steps are not looked into; nor is anything once there is a base."""
+def test_the_newest_step_and_its_namesake_alone(tmp_path, shared):
+    """A branch begins with a step of its parent; no other older one is looked into."""
     save(tmp_path / "a", [state(1), {"own": np.arange(500.0)}], **shared)
-    report = save(tmp_path / "b", [state(2)], **shared)
-    assert "shared" not in report.chunks_by_form
+    with open_run(tmp_path / "b", **shared) as run:
+        run.save(7, state(2))
+        assert "shared" not in run.handler.last_save_report.chunks_by_form
+    report = save(tmp_path / "branch", [state(1)], **shared)
+    assert set(report.chunks_by_form) == {"shared"}
+    check_steps(tmp_path / "branch", [state(1)])
+
+
+def test_only_the_first_save(tmp_path, shared):
+    """Nothing is looked for once there is a base."""
     save(tmp_path / "c", [state(1)], **shared)
     trees = [{"own": np.arange(700.0)}, state(3)]
     report = save(tmp_path / "d", trees, **shared)

@@ -1,47 +1,45 @@
 """The README's Python blocks run, in order, in one namespace; some by themselves."""
 
-import re
-from pathlib import Path
-
 import buckets
 import orbax.checkpoint as ocp
 import pytest
+import readme
 import strategies
 
 import orbax_delta
 
-README = Path(__file__).parent.parent / "README.md"
-RECIPE = "Resuming exactly"
-BUCKETS = "Object stores"
-
-
-def blocks():
-    """Title of the section and text of each Python block."""
-    for section in README.read_text().split("\n## "):
-        for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
-            yield section.partition("\n")[0], block
-
 
 def test_every_python_block_runs(root, capsys):
     """What a newcomer copies works, and prints the report's line."""
-    texts = [block for title, block in blocks() if title not in (RECIPE, BUCKETS)]
-    namespace = {"root": root}
-    for block in texts:
-        exec(compile(block, str(README), "exec"), namespace)
-    assert len(texts) == 14
+    texts = [
+        block
+        for title, body in readme.sections(readme.README.read_text(), "##")
+        if title not in (readme.RECIPES, readme.BUCKETS)
+        for block in readme.blocks(body)
+    ]
+    names = readme.run(texts, root=root)
+    assert len(texts) == 13
     out = capsys.readouterr().out
     assert "times smaller" in out
-    assert namespace["step"] in range(5)
+    assert names["step"] in range(5)
     assert "No space left on device" in out
 
 
-def test_the_recipe_resumes_exactly(tmp_path):
+def test_every_recipe_runs(root):
+    """In order, in one namespace; `test_recipes` judges what each of them leaves."""
+    pytest.importorskip("grain", reason="Grain has no wheel for this platform")
+    recipes = readme.recipes()
+    texts = [block for found in recipes.values() for block in found]
+    assert len(texts) == 7
+    names = readme.run(texts, root=root)
+    assert names["half"]["w"].dtype == "bfloat16"
+
+
+def test_the_loop_resumes_exactly(tmp_path):
     """Stopped, damaged and gone on with: the bits of a run that was never stopped."""
     pytest.importorskip("grain", reason="Grain has no wheel for this platform")
-    (recipe,) = (block for title, block in blocks() if title == RECIPE)
-    namespace = {}
-    exec(compile(recipe, str(README), "exec"), namespace)
-    train, root = namespace["train"], tmp_path / "run"
+    train = readme.run(readme.recipes()[readme.LOOP])["train"]
+    root = tmp_path / "run"
     wanted = train(tmp_path / "whole", 47)
     train(root, 7)
     train(root, 23)
@@ -56,10 +54,9 @@ def test_the_recipe_resumes_exactly(tmp_path):
 def test_the_block_for_buckets_runs(s3):
     """The manager that it opens saves and restores there."""
     pytest.importorskip("s3fs", reason=buckets.NEEDS_S3FS)
-    (block,) = (block for title, block in blocks() if title == BUCKETS)
-    namespace = {"ocp": ocp, "orbax_delta": orbax_delta}
-    exec(compile(block, str(README), "exec"), namespace)
-    with namespace["manager"] as manager:
+    body = dict(readme.sections(readme.README.read_text(), "##"))[readme.BUCKETS]
+    names = readme.run(readme.blocks(body), ocp=ocp, orbax_delta=orbax_delta)
+    with names["manager"] as manager:
         manager.save(0, args=ocp.args.StandardSave({"step": 0}))
         manager.wait_until_finished()
         assert manager.restore(0) == {"step": 0}
