@@ -18,7 +18,7 @@ def test_every_python_block_runs(root, capsys):
         for block in readme.blocks(body)
     ]
     names = readme.run(texts, root=root)
-    assert len(texts) == 13
+    assert len(texts) == 14
     out = capsys.readouterr().out
     assert "times smaller" in out
     assert names["step"] in range(5)
