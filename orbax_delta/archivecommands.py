@@ -10,7 +10,8 @@ import click
 from rich.table import Table
 
 from orbax_delta import archiveplans, archives, documents, views
-from orbax_delta.archiveplans import ArchivePlan, Choice
+from orbax_delta.archivechoices import Choice
+from orbax_delta.archiveplans import ArchivePlan
 from orbax_delta.archives import ArchivedStep, ArchiveReport
 from orbax_delta.documents import Document
 from orbax_delta.listing import url_of

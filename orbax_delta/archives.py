@@ -3,7 +3,7 @@
 An archive is a root like others, whose store has the identity of the root's own: a step
 finds its packs there as it did here. Packs are copied whole and under their names, so
 several steps share them there too, and what a killed run has copied is not copied
-again. Reads top to bottom. Does not belong here: which steps (`archiveplans`).
+again. Reads top to bottom. Does not belong here: which steps (`archivechoices`).
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ from orbax_delta import (
     stepcopies,
     storefiles,
 )
-from orbax_delta.archiveplans import ArchivePlan, Choice, ItemPlan, StepPlan
+from orbax_delta.archivechoices import Choice
+from orbax_delta.archiveplans import ArchivePlan, ItemPlan, StepPlan
 from orbax_delta.errors import (
     ConflictError,
     CorruptionError,
