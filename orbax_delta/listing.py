@@ -57,7 +57,8 @@ class Item:
         manifest: What it says; None if it cannot be read.
         report: The report kept in it; None if that cannot be read.
         error: Why one of them cannot be read.
-        lost_part: Key of a part that lies there, if the MANIFEST does not.
+        lost_part: Key of a part, or of a damaged link, that lies there, if the MANIFEST
+            does not.
         archived: Where the item is, if it was moved to an archive; then `manifest` is
             None, and `key` says where it was.
     """
@@ -274,6 +275,7 @@ def _archived_item(folder: Folder, link: str) -> Item | None:
         manifest=None,
         report=None,
         error=error,
+        lost_part=link if error else "",
         archived=found,
     )
 
