@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import roots
+import second_reader
 import strategies
 from etils import epath
 from orbax.checkpoint import v1
@@ -283,6 +284,7 @@ def test_moved_steps_are_steps_like_others(run, cold, document, command):
     assert f"Moved to {cold}: 2, 3." in command("verify", run, 2, 3)[1]
     shown = document("show", run, 2)[1]["items"][0]
     assert shown["archive"] == str(cold)
+    assert second_reader.read_step(run / "2" / "default")[("step",)] == 2
     assert command("du", run)[0] == command("history", run)[0] == 0
     assert command("diff", run, 2, 5)[0] == 0
     assert orbax_delta.export_delta(run, 2, cold.parent / "out").leaves > 5
