@@ -3,9 +3,9 @@
     python benchmarks/archives.py --cache ~/.cache/orbax-delta-benchmarks
 
 A live run is saved after each of its steps with default options and `max_to_keep=3`,
-and every tenth step is copied to an archive as soon as it is there. Packs are copied whole,
-so an archive holds records too that none of its steps needs; the table says how many
-bytes, and what as many steps by themselves would take.
+and every tenth step is copied to an archive as soon as it is there. Packs are copied
+whole, so an archive holds records too that none of its steps needs; the table says how
+many bytes, and what as many steps by themselves would take.
 """
 
 import argparse

@@ -37,6 +37,10 @@ class Choice:
         Raises:
             InvalidInputError: It does not.
         """
+        if isinstance(self.steps, str):
+            raise InvalidInputError(
+                f"steps is the text {self.steps!r}; expected a list, as [100, 200]"
+            )
         policies = (self.older_than, self.keep_every)
         by_policy = any(value is not None for value in policies)
         if by_policy == bool(self.steps):
@@ -44,13 +48,14 @@ class Choice:
                 "archive needs to know which steps: give either some steps, or "
                 "older_than, keep_every or both"
             )
-        if self.older_than is not None and not self.older_than >= 0:
+        age, every = self.older_than, self.keep_every
+        if age is not None and not (isinstance(age, int | float) and age >= 0):
             raise InvalidInputError(
-                f"older_than is {self.older_than!r}; expected seconds, 0 or more"
+                f"older_than is {age!r}; expected seconds, 0 or more"
             )
-        if self.keep_every is not None and not self.keep_every >= 1:
+        if every is not None and not (type(every) is int and every >= 1):
             raise InvalidInputError(
-                f"keep_every is {self.keep_every!r}; expected a whole number from 1"
+                f"keep_every is {every!r}; expected a whole number from 1"
             )
 
 

@@ -18,6 +18,7 @@ from orbax_delta import (
     leaving,
     listing,
     marks,
+    registry,
     stepcopies,
     storefiles,
 )
@@ -139,7 +140,8 @@ def archive(
         >>> archive(exports / "cold", root, steps=[3]).ok
         True
     """
-    choice = Choice(steps=steps, older_than=older_than, keep_every=keep_every)
+    names = steps if isinstance(steps, str) else tuple(steps)
+    choice = Choice(steps=names, older_than=older_than, keep_every=keep_every)
     planned = archiveplans.plan(url_of(root), url_of(target), choice)
     return execute(planned, move=move, progress=progress)
 
@@ -163,6 +165,9 @@ def execute(
 def _store_of_archive(planned: ArchivePlan) -> DeltaStore | None:
     """The store of the archive, made if there is none and steps need one."""
     uuid = archiveplans.wanted_uuid(planned)
+    if planned.store is not None and planned.store.link is not None and uuid:
+        # Else no prune of the shared store would count with what comes here.
+        registry.register(planned.store)
     if planned.store is not None or not uuid:
         return planned.store
     below = planned.target.child(STORE_NAME)

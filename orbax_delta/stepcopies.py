@@ -126,6 +126,8 @@ def _copy_aside(
     origin, copied = source.child(files.name), Folder(str(temporary))
     written = _copy_contents(origin, copied, [*files.contents, *files.markers])
     written += _copy_items(origin, copied, files.items)
+    for folder, _, _ in os.walk(temporary, topdown=False):
+        _sync_folder(Path(folder))
     try:
         confirm()
         try:

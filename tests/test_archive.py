@@ -236,7 +236,12 @@ def test_roots_with_a_shared_store(tmp_path, cold, move):
     # Steps of both roots are of one store, so that one archive can hold both.
     assert orbax_delta.archive(other, cold, steps=[5]).ok
     assert_restores(cold, (*OLD, 5))
+    # Brought back to a root that the store has forgotten, it is known there again.
+    for entry in (tmp_path / "store" / "roots").iterdir():
+        entry.unlink()
     assert orbax_delta.archive(cold, run, steps=OLD).ok
+    assert len(list((tmp_path / "store" / "roots").iterdir())) == 1
+    assert orbax_delta.archive(cold, other, steps=[5]).ok
     prune_now(other)
     assert_restores(run)
     assert check.verify(str(run)).archived == {}
@@ -465,6 +470,9 @@ def test_the_newest_step_may_be_another_handlers(run, cold):
         ({"older_than": -1}, "older_than is -1"),
         ({"older_than": float("nan")}, "older_than is nan"),
         ({"keep_every": 0}, "keep_every is 0"),
+        ({"keep_every": 1.5}, r"keep_every is 1\.5"),
+        ({"older_than": "7d"}, "older_than is '7d'"),
+        ({"steps": "23"}, "steps is the text '23'"),
     ],
 )
 def test_a_choice_that_says_nothing(run, cold, choice, words):

@@ -28,7 +28,7 @@ def test_every_python_block_runs(root, capsys):
     namespace = {"root": root}
     for block in texts:
         exec(compile(block, str(README), "exec"), namespace)
-    assert len(texts) == 14
+    assert len(texts) == 15
     out = capsys.readouterr().out
     assert "times smaller" in out
     assert namespace["step"] in range(5)
