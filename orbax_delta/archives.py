@@ -226,7 +226,7 @@ class _Archiving:
             outcome = "there" if step.is_there else "copied"
             moved = self._move or step.is_moved
         except DeltaError as caught:
-            error = _explained(self._root.folder, step, deed, caught)
+            error = _explained(self._root.folder, self._target, step, deed, caught)
             _logger.error("%s", error)
         return ArchivedStep(
             step=step.name,
@@ -307,7 +307,7 @@ class _Archiving:
 
 
 def _explained(
-    root: Folder, step: StepPlan, deed: str, error: DeltaError
+    root: Folder, target: Folder, step: StepPlan, deed: str, error: DeltaError
 ) -> DeltaError:
     """An error with its step, and what can be done."""
     if isinstance(error, CorruptionError | FormatError | NotFoundError):
@@ -317,5 +317,6 @@ def _explained(
             error = other  # what is missing was deleted, not damaged
     remedy = ""
     if isinstance(error, CorruptionError | FormatError):
-        remedy = f". `orbax-delta repair {root.url}` mends what the root can mend"
+        place = target.url if target.url in str(error) else root.url
+        remedy = f". `orbax-delta repair {place}` mends what can be mended there"
     return type(error)(f"step {step.name} was not {deed}: {error}{remedy}")

@@ -8,7 +8,7 @@ that is there, or a link to where it is. Does not belong here: following a link
 from orbax_delta import archived, registry, steps, storefiles
 from orbax_delta.archiveplans import ItemPlan, StepPlan
 from orbax_delta.errors import ConflictError
-from orbax_delta.manifests import MANIFEST_NAME, PART_NAME, Manifest
+from orbax_delta.manifests import MANIFEST_NAME, PACK_NAME, PART_NAME
 from orbax_delta.places import SELF_CONTAINED_PACKS
 from orbax_delta.store import Folder
 from orbax_delta.storefiles import ARCHIVED_FILE, Archived
@@ -21,42 +21,57 @@ def leave(step: StepPlan, target: Folder) -> None:
         ConflictError: The step was deleted or saved again meanwhile, here or there.
         StorageError: The storage refused something; the step restores all the same.
     """
-    location = registry.location(target)
-    links = []
-    for item in step.items:
-        path = f"{step.name}/{item.path}".rstrip("/")
-        found = steps.read_manifest(target.child(path))
-        if found is None:
-            raise ConflictError(
-                f"{target.url}{path}/{MANIFEST_NAME} was deleted meanwhile"
-            )
-        links.append(_link(location, path, found))
+    links = [_link_to(target, step, item) for item in step.items]
     require_unchanged(step)
     for item, link in zip(step.items, links):
         if item.link != link:
-            item.source.replace(ARCHIVED_FILE, storefiles.archived_document(link))
+            _write(item, link)
     for item in step.items:
-        item.source.delete(MANIFEST_NAME)
-    for item in step.items:
-        _clear(item)
+        if item.manifest is not None:
+            item.source.delete(MANIFEST_NAME)
+    for item, link in zip(step.items, links):
+        _clear(item, link)
 
 
-def _link(location: str, path: str, manifest: Manifest) -> Archived:
+def _link_to(target: Folder, step: StepPlan, item: ItemPlan) -> Archived:
+    """A link to an item in the archive, as it is there now."""
+    path = f"{step.name}/{item.path}".rstrip("/")
+    found = steps.read_manifest(target.child(path))
+    if found is None or not archived.is_same_save(found, item.in_force):
+        what = "replaced" if found else "deleted"
+        raise ConflictError(f"{target.url}{path}/{MANIFEST_NAME} was {what} meanwhile")
     return Archived(
-        archive=location,
+        archive=registry.location(target),
         path=path,
-        store_uuid=manifest.store_uuid,
-        attempt=manifest.attempt,
-        saved_us=archived.saved_us(manifest),
+        store_uuid=found.store_uuid,
+        attempt=found.attempt,
+        saved_us=archived.saved_us(found),
     )
 
 
-def _clear(item: ItemPlan) -> None:
-    """Delete what a link stands for, and what a killed run has left of it."""
-    for name in item.source.names():
-        own_pack = name.startswith(f"{SELF_CONTAINED_PACKS}/")
-        if own_pack or PART_NAME.fullmatch(name):
-            item.source.delete(name)
+def _write(item: ItemPlan, link: Archived) -> None:
+    item.source.replace(ARCHIVED_FILE, storefiles.archived_document(link))
+    try:
+        _require_unchanged(item)
+    except ConflictError:
+        # It has made the folder of a deleted step again.
+        item.source.delete(ARCHIVED_FILE)
+        item.source.remove_if_empty()
+        Folder(item.source.url.rstrip("/").rpartition("/")[0]).remove_if_empty()
+        raise
+
+
+def _clear(item: ItemPlan, link: Archived) -> None:
+    """Delete what a link stands for, and what a killed run has left of it.
+
+    By their names, for another step may be saved to that folder just now.
+    """
+    attempts = {link.attempt, *([item.manifest.attempt] if item.manifest else ())}
+    for key in item.source.names():
+        name = key.removeprefix(f"{SELF_CONTAINED_PACKS}/")
+        named = PART_NAME.fullmatch(name) or PACK_NAME.fullmatch(name)
+        if named and named[1] in attempts:
+            item.source.delete(key)
     item.source.child(SELF_CONTAINED_PACKS).remove_if_empty()
 
 
@@ -67,11 +82,13 @@ def require_unchanged(step: StepPlan) -> None:
         ConflictError: It was deleted, saved again or repaired.
     """
     for item in step.items:
-        if item.manifest is None:
-            continue
-        found = steps.read_manifest(item.source)
-        if found is None or found.attempt != item.manifest.attempt:
-            what = "replaced" if found else "deleted"
-            raise ConflictError(
-                f"{item.source.url}{MANIFEST_NAME} was {what} meanwhile"
-            )
+        _require_unchanged(item)
+
+
+def _require_unchanged(item: ItemPlan) -> None:
+    if item.manifest is None:
+        return
+    found = steps.read_manifest(item.source)
+    if found is None or found.attempt != item.manifest.attempt:
+        what = "replaced" if found else "deleted"
+        raise ConflictError(f"{item.source.url}{MANIFEST_NAME} was {what} meanwhile")

@@ -292,6 +292,7 @@ def test_moved_steps_are_steps_like_others(run, cold, document, command):
     assert second_reader.read_step(run / "2" / "default")[("step",)] == 2
     assert command("du", run)[0] == command("history", run)[0] == 0
     assert command("diff", run, 2, 5)[0] == 0
+    assert document("repair", run)[1]["mended"] == []
     assert orbax_delta.export_delta(run, 2, cold.parent / "out").leaves > 5
     assert orbax_delta.save_report(run / "2").step == "2"
     with open_run(run) as again:
@@ -522,6 +523,48 @@ def test_another_save_of_the_name_is_refused(run, cold):
     assert strategies.listing(cold) == before
 
 
+def test_files_that_were_changed_are_left(root, cold):
+    """A step comes back to a folder in which a file is another one by now."""
+    save_composite(root, (1, 2))
+    assert orbax_delta.archive(root, cold, steps=[1], move=True).ok
+    note = root / "1" / "info" / "metadata"
+    kept = note.read_bytes()
+    note.write_text("mine")
+    report = orbax_delta.archive(cold, root, steps=[1])
+    assert isinstance(report.steps[0].error, ConflictError)
+    assert "is there with other content" in str(report.steps[0].error)
+    assert note.read_text() == "mine"
+    assert not list((root / "1").rglob("MANIFEST"))
+    note.write_bytes(kept)
+    assert orbax_delta.archive(cold, root, steps=[1]).ok
+    assert_composite(root, (1, 2))
+
+
+def test_another_process_that_is_quicker(run, cold, monkeypatch):
+    """Between plan and copy the archive becomes that of another run, or gets a step."""
+    plan = archiveplans.plan
+    other = roots.make(cold.parent / "other")
+    choice = archivechoices.Choice(steps=[2])
+    planned = plan(str(run), str(cold), choice)
+    assert orbax_delta.archive(other, cold, steps=[3]).ok
+    with pytest.raises(ConflictError, match="another store just now"):
+        archives.execute(planned, move=True)
+    shutil.rmtree(cold)
+    assert orbax_delta.archive(run, cold, steps=[3]).ok
+    planned = plan(str(run), str(cold), choice)
+    (cold / "2").mkdir()
+    shutil.copytree(cold / "3" / "default", cold / "2" / "default")
+    (failed,) = archives.execute(planned, move=True).steps
+    assert isinstance(failed.error, ConflictError)
+    assert "holds another step, which was left as it is" in str(failed.error)
+    # The same step, by another process: nothing is left to do but to leave it.
+    shutil.rmtree(cold / "2")
+    planned = plan(str(run), str(cold), choice)
+    assert orbax_delta.archive(run, cold, steps=[2]).ok
+    assert archives.execute(planned, move=True).ok
+    assert_restores(run)
+
+
 def test_an_archive_inside_a_shared_store_is_refused(tmp_path):
     """Every file there has a meaning."""
     store = tmp_path / "store"
@@ -671,6 +714,28 @@ def test_links_of_nonsense(change):
     document = json.loads(data) | change
     with pytest.raises(orbax_delta.FormatError, match="does not say which step"):
         parse_archived(jsontext.sealed(document), "here")
+
+
+def test_every_flipped_bit_of_a_link_is_noticed(record_property):
+    """Or it changes nothing: white space is not in the digest."""
+    good = Archived(
+        archive="s3://bucket/cold",
+        path="100/default",
+        store_uuid="a" * 32,
+        attempt="b" * 32,
+        saved_us=1_700_000_000_000_000,
+    )
+    data = archived_document(good)
+    for position in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[position // 8] ^= 1 << position % 8
+        said = "delete the step's folder"
+        try:
+            assert parse_archived(bytes(damaged), "here") == good
+        except orbax_delta.DeltaError as error:
+            said = str(error)
+        assert "delete the step's folder" in said or "Upgrade" in said
+    record_property("damage_cases", 8 * len(data))
 
 
 # --- others at work -------------------------------------------------------------------

@@ -376,6 +376,48 @@ def test_a_step_saved_again_while_it_is_moved(small, tmp_path):
     assert_same_tree(restored(cold, 1), little_state(1))
 
 
+def test_a_step_deleted_while_it_is_moved(small, tmp_path):
+    """Its folder does not come to life again, with a link in it."""
+    root, cold = tmp_path / "run", tmp_path / "cold"
+    shutil.copytree(small, root)
+
+    def delete(call, proceed):
+        with call.log.unseen():
+            shutil.rmtree(root / "1")
+        return proceed(call)
+
+    match = testing.Match(kind="write", url=f"{root}/1/default/ARCHIVED", times=1)
+    with testing.faults(testing.Rule(match, lambda: delete)):
+        report = orbax_delta.archive(root, cold, steps=[0, 1], move=True)
+    assert [step.error is None for step in report.steps] == [True, False]
+    assert "step 1 was not moved" in str(report.steps[1].error)
+    assert not (root / "1").exists()
+    assert_restores(cold, MOVED)
+    assert orbax_delta.archive(cold, root, steps=[1]).ok
+    assert_restores(root, STEPS)
+
+
+def test_a_moved_step_that_is_saved_again(small, tmp_path):
+    """Running the move once more, while it is, takes nothing of the new one."""
+    root, cold = tmp_path / "run", tmp_path / "cold"
+    shutil.copytree(small, root)
+    assert orbax_delta.archive(root, cold, steps=[1], move=True).ok
+
+    def save_again(call, proceed):
+        with call.log.unseen():
+            shutil.rmtree(root / "1")
+            with open_run(root, **strategies.LITTLE_OPTIONS) as run:
+                run.save(1, little_state(6), force=True)
+        return proceed(call)
+
+    match = testing.Match(kind="list", url=f"{root}/1/default/", times=1)
+    with testing.faults(testing.Rule(match, lambda: save_again)) as log:
+        assert orbax_delta.archive(root, cold, steps=[1], move=True).ok
+    assert any(one.url == f"{root}/1/default/" for one in log.operations)
+    assert_same_tree(restored(root, 1), little_state(6))
+    assert_same_tree(restored(cold, 1), little_state(1))
+
+
 # --- buckets --------------------------------------------------------------------------
 
 
