@@ -267,6 +267,58 @@ def test_kills(small, tmp_path, record_property):
     record_property("kills", kills)
 
 
+NIGHTLY = """
+    import sys, threading
+    from orbax_delta import archive, errors
+    over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set())).start()
+    tried = 0
+    while not over.is_set():
+        tried += 1
+        try:
+            report = archive(sys.argv[1], sys.argv[2], keep_every=2, move=tried % 2)
+        except errors.DeltaError as error:
+            print(type(error).__name__, error)
+            continue
+        for step in report.steps:
+            print(step.step, step.outcome, type(step.error).__name__, step.error or "")
+"""
+
+
+def test_beside_a_job_that_saves(tmp_path, record_property):
+    """A real job saves, deletes and prunes, while another process archives."""
+    root, cold = tmp_path / "run", tmp_path / "cold"
+    keep = ocp.CheckpointManagerOptions(max_to_keep=6)
+    with open_run(root, manager_options=keep, **strategies.LITTLE_OPTIONS) as run:
+        run.save(0, little_state(0))
+        with subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(NIGHTLY), root, cold],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        ) as nightly:
+            for step in range(1, 40):
+                run.save(step, little_state(step % 6))
+            said = nightly.communicate()[0].splitlines()
+        assert nightly.returncode == 0
+        allowed = ("NoneType", "ConflictError", "NotFoundError")
+        kinds = [line.split()[2] for line in said if line[0].isdigit()]
+        assert set(kinds) <= set(allowed), said
+        assert "NoneType" in kinds
+        for step in run.manager.all_steps():
+            assert_same_tree(run.restore(step), little_state(step % 6))
+    there = listed(cold)
+    assert there
+    for step in there:
+        assert_same_tree(restored(cold, step), little_state(step % 6))
+    assert check.verify(str(root)).ok
+    for path in cold.glob("*.orbax-checkpoint-tmp"):
+        shutil.rmtree(path)
+    strategies.check_clean(cold, there)
+    record_property("races", len(kinds))
+
+
 # --- prunes and deletions beside it ---------------------------------------------------
 
 
