@@ -18,7 +18,7 @@ from orbax_delta.errors import (
 )
 from orbax_delta.listing import Item, Progress, Root
 from orbax_delta.manifests import Manifest
-from orbax_delta.store import STORE_NAME, DeltaStore, Folder
+from orbax_delta.store import COMMIT_MARKER, STORE_NAME, DeltaStore, Folder
 from orbax_delta.storefiles import STORE_FILE, Archived
 
 
@@ -61,6 +61,7 @@ class StepPlan:
         missing: Packs of the store that the archive does not have.
         missing_bytes: Their size.
         there: How many packs of the store it has.
+        unmarked: Whether it lacks the marker that Orbax looks for in a bucket.
         error: Why it cannot be archived.
     """
 
@@ -70,13 +71,14 @@ class StepPlan:
     missing: Sequence[str] = ()
     missing_bytes: int = 0
     there: int = 0
+    unmarked: bool = False
     error: DeltaError | None = None
 
     @property
     def is_there(self) -> bool:
         """Whether the archive has the step and its packs."""
-        there = all(item.there for item in self.items)
-        return there and not self.missing and not self.error
+        there = all(item.there for item in self.items) and not self.missing
+        return there and not self.unmarked and not self.error
 
     @property
     def is_moved(self) -> bool:
@@ -229,6 +231,7 @@ def _step_plan(
         missing=missing,
         missing_bytes=sizes.total(missing),
         there=len(packs) - len(missing),
+        unmarked=not target.is_local and target.child(name).read(COMMIT_MARKER) is None,
     )
 
 

@@ -261,20 +261,24 @@ class _Archiving:
             return written
 
     def _copy_files(self, step: StepPlan) -> int:
+        here, there = self._root.folder, self._target
+        all_items = {item.path: item.in_force for item in step.items}
         absent = {
             item.path: item.manifest
             for item in step.items
             if item.manifest is not None and item.there is None
         }
-        if not absent:
-            archivepins.require_packs(self._store, step)
-            return 0
-        return stepcopies.copy(
-            self._root.folder,
-            self._target,
-            StepFiles.of(self._root.folder, step.name, absent),
-            confirm=lambda: archivepins.require_packs(self._store, step),
-        )
+        if absent:
+            return stepcopies.copy(
+                here,
+                there,
+                StepFiles.of(here, step.name, absent),
+                confirm=lambda: archivepins.require_packs(self._store, step),
+            )
+        archivepins.require_packs(self._store, step)
+        if step.unmarked:
+            stepcopies.mark(here, there, StepFiles.of(here, step.name, all_items))
+        return 0
 
     def _unlink(self, step: StepPlan) -> None:
         """Remove links from where the step has come back to."""

@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from orbax_delta import archived, records, steps
-from orbax_delta.errors import ConflictError, CorruptionError, StorageError
+from orbax_delta.errors import (
+    ConflictError,
+    CorruptionError,
+    DeltaError,
+    StorageError,
+)
 from orbax_delta.manifests import MANIFEST_NAME, PART_NAME, Manifest, parse_manifest
 from orbax_delta.packcopies import PackCopier, Span, records_of
 from orbax_delta.places import SELF_CONTAINED_PACKS, TEMPORARY_SUFFIX
@@ -109,8 +114,10 @@ def copy(
 def _translated(name: str) -> Iterator[None]:
     try:
         yield
-    except (StorageError, FileNotFoundError):
+    except DeltaError:
         raise
+    except FileNotFoundError as error:
+        raise ConflictError(f"a file was deleted meanwhile: {error}") from error
     except OSError as error:
         raise StorageError(f"could not copy the files of step {name}: {error}") from (
             error
@@ -124,24 +131,28 @@ def _copy_aside(
     temporary = Path(target.url, f"{files.name}{TEMPORARY_SUFFIX}")
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
     origin, copied = source.child(files.name), Folder(str(temporary))
-    written = _copy_contents(origin, copied, [*files.contents, *files.markers])
-    written += _copy_items(origin, copied, files.items)
-    for folder, _, _ in os.walk(temporary, topdown=False):
-        _sync_folder(Path(folder))
     try:
+        written = _copy_contents(origin, copied, [*files.contents, *files.markers])
+        written += _copy_items(origin, copied, files.items)
+        for folder, _, _ in os.walk(temporary, topdown=False):
+            _sync_folder(Path(folder))
         confirm()
-        try:
-            temporary.rename(target.url + files.name)
-        except OSError as error:
-            raise ConflictError(
-                f"another process has written {target.url}{files.name} meanwhile, "
-                f"which was left as it is ({error})"
-            ) from error
-    except BaseException:
+        _rename(temporary, Path(target.url, files.name))
+    except (DeltaError, OSError):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync_folder(Path(target.url))
     return written
+
+
+def _rename(temporary: Path, final: Path) -> None:
+    try:
+        temporary.rename(final)
+    except OSError as error:
+        raise ConflictError(
+            f"another process has written {final} meanwhile, which was left as it is "
+            f"({error})"
+        ) from error
+    _sync_folder(final.parent)
 
 
 def _copy_in_place(
@@ -156,12 +167,26 @@ def _copy_in_place(
         for item in files.items:
             _item(copied, item).delete(MANIFEST_NAME)
         raise
-    written += _copy_contents(origin, copied, files.markers)
+    return written + _mark(origin, copied, files)
+
+
+def mark(source: Folder, target: Folder, files: StepFiles) -> None:
+    """Write the markers of a step whose copy was broken off just before them."""
+    _mark(source.child(files.name), target.child(files.name), files)
+
+
+def _mark(origin: Folder, copied: Folder, files: StepFiles) -> int:
+    """Markers, that of the step last.
+
+    A bucket has no renames, so that Orbax asks for a marker there: in the folder of the
+    step, and in that of each item.
+    """
+    written = _copy_contents(origin, copied, files.markers)
     if not copied.is_local and COMMIT_MARKER not in files.markers:
-        # A bucket has no renames, so that Orbax asks for a marker there.
-        folders = {key.rpartition("/")[0].partition("/")[0] for key in files.others}
+        folders = {key.partition("/")[0] for key in files.others if "/" in key}
         for folder in sorted({*files.items, *folders} - {""}):
-            copied.write(f"{folder}/{COMMIT_MARKER}", b"")
+            if f"{folder}/{COMMIT_MARKER}" not in files.markers:
+                copied.write(f"{folder}/{COMMIT_MARKER}", b"")
         copied.write(COMMIT_MARKER, b"")
     return written
 

@@ -23,7 +23,7 @@ from etils import epath
 from strategies import STORE, assert_same_tree, labelled, little_state, open_run
 
 import orbax_delta
-from orbax_delta import check, listing, packcopies, prune, testing
+from orbax_delta import check, listing, packcopies, prune, stepcopies, testing
 from orbax_delta.errors import ConflictError, NotFoundError, StorageError
 from orbax_delta.store import COMMIT_MARKER, DeltaStore, Folder
 
@@ -382,6 +382,32 @@ def test_a_step_deleted_at_every_operation(small, tmp_path, record_property):
     record_property("races", len(tried))
 
 
+@pytest.mark.parametrize("what", ["file", "target"])
+def test_files_of_others_that_go_meanwhile(small, tmp_path, monkeypatch, what):
+    """What is copied without the store: an error of the step, nothing is left."""
+    root, cold = tmp_path / "run", tmp_path / "cold"
+    shutil.copytree(small, root)
+    (root / "1" / "notes").write_text("mine")
+    real = stepcopies._stream
+
+    def stream(source, target):
+        if source.name == "notes":
+            if what == "file":
+                source.unlink()
+            else:
+                raise OSError(errno.ENOSPC, "no space left")
+        return real(source, target)
+
+    monkeypatch.setattr(stepcopies, "_stream", stream)
+    report = orbax_delta.archive(root, cold, steps=[0, 1], move=True)
+    kind = ConflictError if what == "file" else StorageError
+    assert [type(step.error) for step in report.steps] == [type(None), kind]
+    assert {path.name for path in cold.iterdir()} == {STORE, "0"}
+    monkeypatch.undo()
+    assert orbax_delta.archive(root, cold, steps=[0, 1], move=True).ok
+    assert_restores(root, STEPS)
+
+
 def test_a_prune_that_breaks_the_pins(small, tmp_path):
     """It takes the packs; the step is not called archived."""
     root, cold = tmp_path / "run", tmp_path / "cold"
@@ -570,6 +596,8 @@ def test_crash_at_every_operation_into_a_bucket(small, tmp_path, s3, record_prop
                 assert_restores(root, STEPS)
                 Run(cold).assert_restores([1])
                 assert check.verify(cold).ok
+                for folder in ("1", "1/default"):
+                    assert Folder(f"{cold}/{folder}").read(COMMIT_MARKER) is not None
     record_property("crash_points", len(tried))
 
 
