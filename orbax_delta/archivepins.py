@@ -6,6 +6,7 @@ not belong here: copying.
 """
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +16,12 @@ from orbax_delta.errors import ConflictError, StorageError
 from orbax_delta.marks import Mark
 from orbax_delta.store import DeltaStore
 
+_logger = logging.getLogger("orbax_delta")
+
 _PROCESS = 0
+
+# Pins of this process that the storage would not delete.
+_abandoned: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -47,9 +53,12 @@ def held(here: DeltaStore, there: DeltaStore | None, step: StepPlan) -> Iterator
         yield
     finally:
         for store, pin in ((here, name), *((there, pin) for pin in own)):
-            # Else it goes with a prune that finds this process dead.
-            with contextlib.suppress(StorageError):
+            try:
                 store.pins.delete(pin)
+            except StorageError as error:
+                # It goes with a prune that finds this process dead.
+                _logger.warning("a pin was left behind: %s", error)
+                _abandoned.add(store.pins.url + pin)
 
 
 def require_packs(there: DeltaStore | None, step: StepPlan) -> None:
@@ -92,7 +101,7 @@ def _take(store: DeltaStore, pin: str, mark: bytes) -> None:
         if data is None:
             continue
         owner = marks.parse_mark(data, where=store.pins.url + pin).owner
-        if not owner.known_dead:
+        if not owner.known_dead and store.pins.url + pin not in _abandoned:
             raise ConflictError(
                 f"process {owner.pid} on {owner.host_name} is copying the step to "
                 f"{store.root.url} too. If it runs no more, `orbax-delta prune "

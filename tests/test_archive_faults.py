@@ -202,6 +202,19 @@ def test_storage_that_fails(small, tmp_path, record_property):
     record_property("failures", len(changes))
 
 
+def test_pins_that_stay(small, tmp_path, caplog):
+    """A storage that does not delete: the same process is not in its own way."""
+    root, cold = tmp_path / "run", tmp_path / "cold"
+    shutil.copytree(small, root)
+    stuck = testing.fail(errno.EIO, testing.Match(kind="delete", url="*/pins/*"))
+    with testing.faults(stuck):
+        assert orbax_delta.archive(root, cold, steps=[1]).ok
+    assert "a pin was left behind" in caplog.text
+    assert len(DeltaStore.open(Folder(str(cold))).pins.names()) == 1
+    assert orbax_delta.archive(root, cold, steps=[1], move=True).ok
+    assert DeltaStore.open(Folder(str(cold))).pins.names() == []
+
+
 def test_a_pack_that_does_not_read_back(small, tmp_path):
     """A storage that says yes and writes something else: the step is not there."""
     root, cold = tmp_path / "run", tmp_path / "cold"
