@@ -205,7 +205,7 @@ def test_without_the_key(root, key_file, forget):
             action()
     problems = usage.measure(listing.read_root(url)).problems
     assert problems
-    assert all(isinstance(problem, WrongKeyError) for problem in problems)
+    assert all("does not know" in problem for problem in problems)
     assert strategies.listing(root) == before
     assert not root.with_name("out").exists()
     # What needs no content needs no key.
@@ -516,7 +516,8 @@ def test_an_archive_holds_it_as_it_is(root, key_file, tmp_path, forget):
     failed = orbax_delta.archive(root, tmp_path / "cold", steps=[3])
     assert isinstance(failed.steps[0].error, WrongKeyError)
     keys.use_key(key_file)
-    ref = strategies.read_step(root, 3).rows[0].refs[-1]
+    rows = strategies.read_step(root, 3).rows
+    ref = next(ref for row in rows for ref in row.refs if ref.pack)
     path = root / STORE / "packs" / ref.pack
     data = bytearray(path.read_bytes())
     data[ref.offset + 9] ^= 1

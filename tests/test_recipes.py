@@ -175,7 +175,7 @@ def test_the_best_ones(recipe, root, wanted):
 
 
 def test_rolling_with_cold_storage(recipe, root, wanted):
-    """What was moved restores from either place; the archive alone is a run to go on."""
+    """What was moved restores from either place; the archive alone is a run, too."""
     names = recipe("Rolling, with cold storage", "By steps, and some for good")
     hot, cold = root / "rolling", root / "cold"
     moved = [50, 100]
