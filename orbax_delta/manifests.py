@@ -259,9 +259,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
     ]
     document["parts"] = [_fields_of(part, _PART_FIELDS) for part in manifest.parts]
     document["shardings"] = table.documents
-    for feature in manifest.required_features:
-        name = _FEATURE_FIELDS[feature]
-        document[name] = getattr(manifest, name)
+    for feature, name in _FEATURE_FIELDS.items():
+        if feature in manifest.required_features:
+            document[name] = getattr(manifest, name)
     text = json.dumps(
         document, sort_keys=True, separators=(",", ":"), allow_nan=False
     ).encode()
