@@ -16,7 +16,7 @@ from etils import epath
 from strategies import STORE, assert_same_tree, open_run
 
 import orbax_delta
-from orbax_delta import check
+from orbax_delta import check, packcopies
 from orbax_delta.errors import (
     ConflictError,
     FormatError,
@@ -245,3 +245,24 @@ def test_a_dry_run_says_what_a_run_does(run, cold, tmp_path, document):
     (step,) = document(*words, "--dry-run")[1]["steps"]
     packs = (folder / "final" / "packs").iterdir()
     assert step["written_bytes"] == sum(pack.stat().st_size for pack in packs)
+
+
+def test_what_is_remembered_of_packs_is_bounded(run, cold, monkeypatch):
+    """However many there are: older ones are looked at again, and all is well."""
+    copiers = []
+    init = packcopies.PackCopier.__init__
+
+    def watched(self, *given):
+        copiers.append(self)
+        init(self, *given)
+
+    monkeypatch.setattr(packcopies.PackCopier, "__init__", watched)
+    monkeypatch.setattr(packcopies, "MOST_RECORDS", 20)
+    for move in (False, True):
+        assert orbax_delta.archive(run, cold, older_than=0, move=move).ok
+    for copier in copiers:
+        known = [len(found.spans) for found in copier._checked.values()]
+        assert sum(known) == copier._remembered
+        assert sum(known) <= 20 or len(known) == 1
+    assert_restores(run)
+    assert check.verify(str(cold)).ok
