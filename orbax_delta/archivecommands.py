@@ -4,6 +4,7 @@ Like all of `cli` it starts without jax. Does not belong here: what it does
 (`archives`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from orbax_delta import archiveplans, archives, documents, views
 from orbax_delta.archivechoices import Choice
-from orbax_delta.archiveplans import ArchivePlan
+from orbax_delta.archiveplans import ArchivePlan, StepPlan
 from orbax_delta.archives import ArchivedStep, ArchiveReport
 from orbax_delta.documents import Document
 from orbax_delta.listing import url_of
@@ -70,18 +71,20 @@ def archive(
     checked as it is copied. Run it again after a failure: it goes on where it ended.
     With ROOT and TARGET exchanged it brings steps back.
     """
-    wanted = [name for text in names for name in text.split(",") if name]
+    pieces = (name.strip() for text in names for name in text.split(","))
+    wanted = [name for name in pieces if name]
     choice = Choice(steps=wanted, older_than=older_than, keep_every=keep_every)
     with bars() as progress:
         planned = archiveplans.plan(url_of(root), url_of(target), choice, progress)
         if dry_run:
-            return _show(_of_plan(planned, move=move), as_json)
+            shown = _show(_of_plan(planned, move=move), as_json)
+            return shown or _exit_code(planned.steps)
         report = archives.execute(planned, move=move, progress=progress)
-    return _show(_of_report(report), as_json) or _exit_code(report)
+    return _show(_of_report(report), as_json) or _exit_code(report.steps)
 
 
-def _exit_code(report: ArchiveReport) -> int:
-    errors = [step.error for step in report.steps if step.error is not None]
+def _exit_code(steps: Sequence[StepPlan | ArchivedStep]) -> int:
+    errors = [step.error for step in steps if step.error is not None]
     return errors[0].exit_code if errors else 0
 
 
@@ -93,10 +96,11 @@ def _of_plan(planned: ArchivePlan, *, move: bool) -> Document:
         "steps": [
             {
                 "step": step.name,
-                "outcome": "would fail" if step.error else _intent(step.is_there, move),
-                "packs_copied": len(step.missing),
-                "packs_there": step.there,
-                "written_bytes": step.missing_bytes,
+                "outcome": _intent(step),
+                "moved": step.error is None and (move or step.is_moved),
+                "packs_copied": step.copies,
+                "packs_there": step.there + len(step.missing) - step.copies,
+                "written_bytes": step.copied_bytes,
             }
             | _error(step.error)
             for step in planned.steps
@@ -104,8 +108,10 @@ def _of_plan(planned: ArchivePlan, *, move: bool) -> Document:
     }
 
 
-def _intent(is_there: bool, move: bool) -> str:
-    return "there" if is_there and not move else "move" if move else "copy"
+def _intent(step: StepPlan) -> str:
+    if step.error is not None:
+        return "would fail"
+    return "there" if step.is_there else "copy"
 
 
 def _of_report(report: ArchiveReport) -> Document:
@@ -153,7 +159,7 @@ def _table(document: Document) -> Table:
         right.append("seconds")
     table = views.columns_table(["step", ""], right)
     for step in document["steps"]:
-        moved = ", moved" if step.get("moved") else ""
+        moved = ", moved" if step["moved"] else ""
         cells = [
             step["step"],
             f"{step['outcome']}{moved}",

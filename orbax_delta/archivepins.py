@@ -1,13 +1,13 @@
-"""What keeps prunes, here and in the archive, from the packs of a step being copied.
+"""What keeps a prune of the archive from the packs of a step that is being copied.
 
 The same signs as those of a save: a pin, and only then a look at what prunes are about
-to delete. In the archive the pin has a name that one process at a time can have. Does
-not belong here: copying.
+to delete. The pin has a name that one process at a time can have. In the store that the
+step is copied from nothing is written: as long as its MANIFEST is there that keeps the
+packs, and without it the copy fails. Does not belong here: copying.
 """
 
 import contextlib
 import logging
-import secrets
 from collections.abc import Iterator, Sequence
 
 from orbax_delta import marks, owners
@@ -18,19 +18,16 @@ from orbax_delta.store import DeltaStore
 
 _logger = logging.getLogger("orbax_delta")
 
-_PROCESS = 0
-
 # Pins of this process that the storage would not delete.
 _abandoned: set[str] = set()
 
 
 @contextlib.contextmanager
-def held(here: DeltaStore, there: DeltaStore | None, step: StepPlan) -> Iterator[None]:
-    """Pin the packs of a step, in its store and in that of the archive.
+def held(there: DeltaStore | None, step: StepPlan) -> Iterator[None]:
+    """Pin the packs of a step in the store of the archive.
 
     Args:
-        here: Its store.
-        there: Store of the archive; None where nothing needs one.
+        there: That store; None where nothing needs one.
         step: The step.
 
     Raises:
@@ -42,23 +39,21 @@ def held(here: DeltaStore, there: DeltaStore | None, step: StepPlan) -> Iterator
         return
     packs = [*dict.fromkeys(p for item in step.items for p in item.in_force.packs)]
     mark = Mark(owner=owners.this_process(), packs=packs).encode()
-    name = f"{secrets.token_hex(16)}-p{_PROCESS}"
     own: list[str] = []
     try:
-        here.pins.write(name, mark)
         for pin in _names(step):
             _take(there, pin, mark)
             own.append(pin)
         _refuse_condemned(there, packs)
         yield
     finally:
-        for store, pin in ((here, name), *((there, pin) for pin in own)):
+        for pin in own:
             try:
-                store.pins.delete(pin)
+                there.pins.delete(pin)
             except StorageError as error:
                 # It goes with a prune that finds this process dead.
                 _logger.warning("a pin was left behind: %s", error)
-                _abandoned.add(store.pins.url + pin)
+                _abandoned.add(there.pins.url + pin)
 
 
 def require_packs(there: DeltaStore | None, step: StepPlan) -> None:

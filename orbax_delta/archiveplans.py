@@ -18,6 +18,7 @@ from orbax_delta.errors import (
 )
 from orbax_delta.listing import Item, Progress, Root
 from orbax_delta.manifests import Manifest
+from orbax_delta.places import SELF_CONTAINED_PACKS
 from orbax_delta.store import COMMIT_MARKER, STORE_NAME, DeltaStore, Folder
 from orbax_delta.storefiles import STORE_FILE, Archived
 
@@ -59,7 +60,8 @@ class StepPlan:
         number: Its number; None where its name has none.
         items: Its items.
         missing: Packs of the store that the archive does not have.
-        missing_bytes: Their size.
+        copies: How many of those no step before it brings.
+        copied_bytes: Their size, and that of packs which self-contained items have.
         there: How many packs of the store it has.
         unmarked: Whether it lacks the marker that Orbax looks for in a bucket.
         error: Why it cannot be archived.
@@ -69,7 +71,8 @@ class StepPlan:
     number: int | None
     items: Sequence[ItemPlan] = ()
     missing: Sequence[str] = ()
-    missing_bytes: int = 0
+    copies: int = 0
+    copied_bytes: int = 0
     there: int = 0
     unmarked: bool = False
     error: DeltaError | None = None
@@ -94,12 +97,14 @@ class ArchivePlan:
         root: The root.
         target: The folder of the archive.
         store: Store of the archive; None if it is yet to be made, or none is needed.
+        needs_store: Whether a step that is to be copied needs one.
         steps: The steps, oldest first.
     """
 
     root: Root
     target: Folder
     store: DeltaStore | None
+    needs_store: bool
     steps: Sequence[StepPlan]
 
 
@@ -110,9 +115,10 @@ def plan(
 
     Raises:
         InvalidInputError: The choice says nothing; or the archive lies in the root, is
-            that of another store, or has another step of a name.
+            that of another store, or has another step of a name that was given.
         NotFoundError: There is no such root or step, or it is of another handler.
-        CorruptionError: A file of the archive is damaged.
+        CorruptionError: A file of the archive is damaged, or the root does not tell
+            which store it has.
         FormatError: The same.
         StorageError: The storage failed.
     """
@@ -124,13 +130,28 @@ def plan(
     by_name = by_step(root)
     chosen = choose(root, by_name, choice)
     named = bool(choice.steps)
-    sizes = _Sizes(root.store.packs, store.packs if store else None)
-    found = (
-        _step_plan(root, target, name, by_name[name], sizes, named=named)
+    known = _Packs(root.store.packs, store.packs if store else None)
+    found = [
+        _step_plan(root, target, name, by_name[name], known, named=named)
         for name in chosen
-    )
+    ]
+    planned = [one for one in found if one]
+    needs_store = any(map(_needs_store, planned))
+    if needs_store and root.store_error is not None:
+        raise root.store_error
     return ArchivePlan(
-        root=root, target=target, store=store, steps=[one for one in found if one]
+        root=root,
+        target=target,
+        store=store,
+        needs_store=needs_store,
+        steps=planned,
+    )
+
+
+def _needs_store(step: StepPlan) -> bool:
+    return any(
+        item.manifest is not None and not item.manifest.self_contained
+        for item in step.items
     )
 
 
@@ -177,21 +198,22 @@ def _store_of_archive(target: Folder, root: Root) -> DeltaStore | None:
 # --- what there is to do --------------------------------------------------------------
 
 
-class _Sizes:
-    """Packs of the two stores, each asked for once."""
+class _Packs:
+    """Packs that the archive has, and those that planned steps bring to it."""
 
     def __init__(self, source: Folder, target: Folder | None) -> None:
         self._source = source
         self._there = set(target.names()) if target else set()
-        self._sizes: dict[str, int] = {}
+        self._coming: set[str] = set()
 
     def is_there(self, pack: str) -> bool:
         return pack in self._there
 
-    def total(self, packs: Sequence[str]) -> int:
-        unknown = [pack for pack in packs if pack not in self._sizes]
-        self._sizes |= filesizes.pack_sizes(self._source, unknown)
-        return sum(self._sizes.get(pack, 0) for pack in packs)
+    def bring(self, missing: Sequence[str]) -> tuple[int, int]:
+        """How many of these no step before brings, and their bytes."""
+        new = [pack for pack in missing if pack not in self._coming]
+        self._coming.update(new)
+        return len(new), sum(filesizes.pack_sizes(self._source, new).values())
 
 
 def _step_plan(
@@ -199,22 +221,29 @@ def _step_plan(
     target: Folder,
     name: str,
     items: Sequence[Item],
-    sizes: _Sizes,
+    known: _Packs,
     *,
     named: bool,
 ) -> StepPlan | None:
     """What there is to do for a step; None for one that a policy leaves alone."""
     number = items[0].place.step
-    errors = [item.error for item in items if item.manifest is None and item.error]
-    if errors:
-        return StepPlan(name=name, number=number, error=errors[0])
-    planned = [_item_plan(target, name, item) for item in items]
-    _require_free(root, target, name, planned)
+    try:
+        planned = [_item_plan(target, name, item) for item in items]
+        _require_free(root, target, name, planned)
+        _require_own_store(root, planned)
+    except (CorruptionError, FormatError) as error:
+        return StepPlan(name=name, number=number, error=error)
+    except InvalidInputError as error:
+        if named:
+            raise
+        # What was saved again after a rollback must not keep all others from going.
+        return StepPlan(name=name, number=number, error=error)
     for one in planned:
         if one.manifest is None and one.there is None and one.link is not None:
             if not named:
                 return None
-            return StepPlan(name=name, number=number, error=_elsewhere(name, one.link))
+            gone = _elsewhere(target, name, one.link)
+            return StepPlan(name=name, number=number, error=gone)
     packs = sorted(
         {
             pack
@@ -223,19 +252,31 @@ def _step_plan(
             if not one.in_force.self_contained
         }
     )
-    missing = [pack for pack in packs if not sizes.is_there(pack)]
+    missing = [pack for pack in packs if not known.is_there(pack)]
+    copies, copied_bytes = known.bring(missing)
     return StepPlan(
         name=name,
         number=number,
         items=planned,
         missing=missing,
-        missing_bytes=sizes.total(missing),
+        copies=copies,
+        copied_bytes=copied_bytes + sum(map(_own_bytes, planned)),
         there=len(packs) - len(missing),
         unmarked=not target.is_local and target.child(name).read(COMMIT_MARKER) is None,
     )
 
 
+def _own_bytes(item: ItemPlan) -> int:
+    """Of the packs that a self-contained item has beside it, if they are to go."""
+    if item.manifest is None or item.there or not item.manifest.self_contained:
+        return 0
+    own = item.source.child(SELF_CONTAINED_PACKS)
+    return sum(filesizes.pack_sizes(own, item.manifest.packs).values())
+
+
 def _item_plan(target: Folder, name: str, item: Item) -> ItemPlan:
+    if item.manifest is None and item.error is not None:
+        raise item.error
     path = item.key.rpartition("/")[0].removeprefix(name).removeprefix("/")
     there = target.child(f"{name}/{path}".rstrip("/"))
     manifest = steps.read_manifest(there)
@@ -288,39 +329,32 @@ def _require_free(
         )
 
 
-def _elsewhere(name: str, link: Archived) -> NotFoundError:
+def _require_own_store(root: Root, items: Sequence[ItemPlan]) -> None:
+    """The archive has the identity of the root's store, and no other.
+
+    Raises:
+        FormatError: An item is of another store.
+    """
+    for item in items:
+        manifest = item.manifest
+        if manifest is None or manifest.self_contained:
+            continue
+        if root.store_error is None and manifest.store_uuid != root.store.uuid:
+            raise FormatError(
+                f"{item.source.url} is of store {manifest.store_uuid}, but that of "
+                f"{root.folder.url} is {root.store.uuid or 'missing'}: the step was "
+                "copied from another root, which can be archived by itself; or "
+                "STORE.json was lost"
+            )
+
+
+def _elsewhere(target: Folder, name: str, link: Archived) -> NotFoundError:
+    if registry.is_same_place(link.archive, registry.location(target)):
+        return NotFoundError(
+            f"step {name} was moved to this archive, {link.archive}, which does not "
+            "hold it any more: put it back there, or delete its folder in the root"
+        )
     return NotFoundError(
         f"step {name} was moved to the archive {link.archive} and is not in this one; "
         f"`orbax-delta archive {link.archive} ARCHIVE --steps {name}` copies it there"
     )
-
-
-def wanted_uuid(found: ArchivePlan) -> str:
-    """Identity of the store that the archive needs; empty where it needs none.
-
-    Raises:
-        CorruptionError: The root does not tell.
-        FormatError: The same.
-    """
-    needed = any(
-        item.manifest and not item.manifest.self_contained
-        for step in found.steps
-        for item in step.items
-    )
-    if not needed:
-        return ""
-    if found.root.store_error is not None:
-        raise found.root.store_error
-    uuids = {
-        item.manifest.store_uuid
-        for step in found.steps
-        for item in step.items
-        if item.manifest and not item.manifest.self_contained
-    }
-    if uuids != {found.root.store.uuid}:
-        raise FormatError(
-            f"steps of {found.root.folder.url} need the stores {sorted(uuids)}, but "
-            f"its own is {found.root.store.uuid or 'missing'}. `orbax-delta repair` "
-            "writes a lost STORE.json anew"
-        )
-    return found.root.store.uuid

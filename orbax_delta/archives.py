@@ -39,8 +39,6 @@ from orbax_delta.storefiles import ARCHIVED_FILE, STORE_FILE
 
 _logger = logging.getLogger("orbax_delta")
 
-_PROCESS = 0
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArchivedStep:
@@ -164,12 +162,14 @@ def execute(
 
 def _store_of_archive(planned: ArchivePlan) -> DeltaStore | None:
     """The store of the archive, made if there is none and steps need one."""
-    uuid = archiveplans.wanted_uuid(planned)
-    if planned.store is not None and planned.store.link is not None and uuid:
-        # Else no prune of the shared store would count with what comes here.
-        registry.register(planned.store)
-    if planned.store is not None or not uuid:
+    if not planned.needs_store:
         return planned.store
+    if planned.store is not None:
+        if planned.store.link is not None:
+            # Else no prune of the shared store would count with what comes here.
+            registry.register(planned.store)
+        return planned.store
+    uuid = planned.root.store.uuid
     below = planned.target.child(STORE_NAME)
     below.write(COMMIT_MARKER, b"")
     below.create(STORE_FILE, storefiles.store_document(uuid))
@@ -253,7 +253,7 @@ class _Archiving:
             self._count(step.there)
             self._unlink(step)
             return 0
-        with archivepins.held(self._root.store, self._store, step):
+        with archivepins.held(self._store, step):
             leaving.require_unchanged(step)
             packs += self._bring_packs(step)
             written = self._copy_files(step)

@@ -7,7 +7,7 @@ that is there, or a link to where it is. Does not belong here: following a link
 
 from orbax_delta import archived, registry, steps, storefiles
 from orbax_delta.archiveplans import ItemPlan, StepPlan
-from orbax_delta.errors import ConflictError
+from orbax_delta.errors import ConflictError, InvalidInputError
 from orbax_delta.manifests import MANIFEST_NAME, PACK_NAME, PART_NAME
 from orbax_delta.places import SELF_CONTAINED_PACKS
 from orbax_delta.store import Folder
@@ -19,6 +19,7 @@ def leave(step: StepPlan, target: Folder) -> None:
 
     Raises:
         ConflictError: The step was deleted or saved again meanwhile, here or there.
+        InvalidInputError: The archive is the root itself under another name.
         StorageError: The storage refused something; the step restores all the same.
     """
     links = [_link_to(target, step, item) for item in step.items]
@@ -26,6 +27,7 @@ def leave(step: StepPlan, target: Folder) -> None:
     for item, link in zip(step.items, links):
         if item.link != link:
             _write(item, link)
+            _require_apart(item, target.child(link.path))
     for item in step.items:
         if item.manifest is not None:
             item.source.delete(MANIFEST_NAME)
@@ -59,6 +61,20 @@ def _write(item: ItemPlan, link: Archived) -> None:
         item.source.remove_if_empty()
         Folder(item.source.url.rstrip("/").rpartition("/")[0]).remove_if_empty()
         raise
+
+
+def _require_apart(item: ItemPlan, there: Folder) -> None:
+    """Whether the archive lies elsewhere, before the only copy is deleted.
+
+    A mount and a bucket, or two mounts, can be one place under two names. A listing
+    tells, where a cache could answer for a single name.
+    """
+    if item.manifest is not None and ARCHIVED_FILE in there.names():
+        item.source.delete(ARCHIVED_FILE)
+        raise InvalidInputError(
+            f"{item.source.url} and {there.url} are one place under two names, so "
+            "nothing was deleted; choose another folder for the archive"
+        )
 
 
 def _clear(item: ItemPlan, link: Archived) -> None:

@@ -7,6 +7,7 @@ rest. Does not belong here: rows, chunks, how a list is shown.
 import contextlib
 import dataclasses
 import os
+import urllib.parse
 from collections.abc import Callable, Collection, Sequence
 
 from orbax_delta import archived, bases, lost, prune, steps
@@ -32,8 +33,14 @@ _MAX_NAMED = 12
 
 
 def url_of(root: str | os.PathLike[str]) -> str:
-    """A root as it is wherever the process was started."""
+    """A root as it is wherever the process was started.
+
+    >>> url_of("file:///data/my%20run")
+    '/data/my run'
+    """
     text = os.fspath(root)
+    if text.startswith("file://"):
+        text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
     return text if "://" in text else os.path.abspath(text)
 
 

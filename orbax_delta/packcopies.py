@@ -22,6 +22,9 @@ _logger = logging.getLogger("orbax_delta")
 PACKS_IN_FLIGHT = 4
 """Each is in memory twice: as it was read, and as it reads back."""
 
+MOST_RECORDS = 500_000
+"""Whose places are remembered, at some 150 bytes each; older packs are read again."""
+
 Span = tuple[int, int]
 """Offset and length of a record in its pack."""
 
@@ -105,6 +108,7 @@ class PackCopier:
         self._target = target
         self._distrusted = distrusted
         self._checked: dict[tuple[str, str], _Checked] = {}
+        self._remembered = 0
         self._lock = threading.Lock()
 
     def bring(
@@ -162,9 +166,18 @@ class PackCopier:
 
     def _learn(self, folder: Folder, name: str, data: bytes) -> _Checked:
         found = _check_pack(name, data, f"pack {folder.url}{name}")
-        with self._lock:
-            self._checked[folder.url, name] = found
+        self._remember(folder, name, found)
         return found
+
+    def _remember(self, folder: Folder, name: str, found: _Checked) -> None:
+        """Steps that follow each other share packs: those looked at long ago go."""
+        with self._lock:
+            if (folder.url, name) not in self._checked:
+                self._remembered += len(found.spans)
+            self._checked[folder.url, name] = found
+            while self._remembered > MOST_RECORDS and len(self._checked) > 1:
+                oldest = next(iter(self._checked))
+                self._remembered -= len(self._checked.pop(oldest).spans)
 
     def _copy(self, name: str, needed: Collection[Span]) -> int:
         data = self._source.read(name)
@@ -186,6 +199,5 @@ class PackCopier:
             raise StorageError(
                 f"{self._target.url}{name} does not read back as it was written"
             )
-        with self._lock:
-            self._checked[self._target.url, name] = found
+        self._remember(self._target, name, found)
         return len(data)

@@ -7,6 +7,8 @@ markers come after them. Does not belong here: packs of a store, pins.
 
 import contextlib
 import dataclasses
+import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +26,8 @@ from orbax_delta.packcopies import PackCopier, Span, records_of
 from orbax_delta.places import SELF_CONTAINED_PACKS, TEMPORARY_SUFFIX
 from orbax_delta.store import COMMIT_MARKER, Folder
 from orbax_delta.storefiles import ARCHIVED_FILE
+
+_logger = logging.getLogger("orbax_delta")
 
 _PIECE_BYTES = 1 << 20
 
@@ -129,19 +133,57 @@ def _copy_aside(
 ) -> int:
     """Under a temporary name, which counts as a step to a prune and to nobody else."""
     temporary = Path(target.url, f"{files.name}{TEMPORARY_SUFFIX}")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
     origin, copied = source.child(files.name), Folder(str(temporary))
-    try:
+    with _emptied(temporary):
         written = _copy_contents(origin, copied, [*files.contents, *files.markers])
         written += _copy_items(origin, copied, files.items)
         for folder, _, _ in os.walk(temporary, topdown=False):
             _sync_folder(Path(folder))
         confirm()
         _rename(temporary, Path(target.url, files.name))
-    except (DeltaError, OSError):
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return written
+
+
+@contextlib.contextmanager
+def _emptied(folder: Path) -> Iterator[None]:
+    """A folder without what a killed run has left in it, which is gone after a failure.
+
+    Self-contained steps have no store whose pin could tell of another process. A lock
+    does, and goes with whoever has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(folder, descriptor)
+        for name in os.listdir(folder):
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        try:
+            yield
+        except (DeltaError, OSError):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(folder: Path, descriptor: int) -> None:
+    """Have a folder alone.
+
+    Raises:
+        ConflictError: Another process has it, or had it and has renamed it.
+    """
+    alone = False
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            _logger.warning("%s knows no locks: %s", folder, error)
+        alone = os.path.samestat(os.fstat(descriptor), os.stat(folder))
+    if not alone:
+        raise ConflictError(f"another process is copying the step to {folder} too")
 
 
 def _rename(temporary: Path, final: Path) -> None:

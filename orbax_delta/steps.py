@@ -14,6 +14,7 @@ from orbax_delta.base import Base
 from orbax_delta.errors import (
     CorruptionError,
     FormatError,
+    InvalidInputError,
     NotFoundError,
     StorageError,
 )
@@ -142,7 +143,7 @@ def find_manifest(place: Place) -> tuple[Place, Manifest] | None:
 
     Raises:
         NotFoundError: The archive is not there, or the step is not in it.
-        FormatError: MANIFEST or link is damaged.
+        FormatError: MANIFEST or link is damaged, or names what can be no place.
         UnsupportedVersionError: A newer format wrote it.
         CorruptionError: Its digest does not match.
         StorageError: The archive cannot be reached.
@@ -167,6 +168,10 @@ def _followed(place: Place, link: Archived) -> tuple[Place, Manifest]:
             further = archived.read(there.folder) if manifest is None else None
         except StorageError as error:
             raise archived.unreachable(place, link, error) from error
+        except InvalidInputError as error:
+            # Nobody has given that place: it is the file that is wrong.
+            wrong = FormatError(str(error))
+            raise archived.unreachable(place, link, wrong) from error
         if manifest is not None and archived.leads_to(link, manifest):
             return there, manifest
         if manifest is not None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from orbax_delta import jsontext
+from orbax_delta import jsontext, locations
 from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
 from orbax_delta.options import StoreLocation
 from orbax_delta.records import FORMAT_VERSION
@@ -231,7 +231,9 @@ def _is_path(value: object) -> bool:
 
 def _is_location(value: object) -> TypeGuard[str]:
     """Whether it means the same in any working directory."""
-    return isinstance(value, str) and ("://" in value or os.path.isabs(value))
+    if not isinstance(value, str):
+        return False
+    return os.path.isabs(value) or locations.is_known(value)
 
 
 def _is_uuid(value: object) -> bool:

@@ -690,6 +690,8 @@ def test_a_damaged_link(run, cold, document):
     [
         {"archive": "relative"},
         {"archive": 5},
+        {"archive": "http://127.0.0.1:1/run"},
+        {"archive": "floppy://a"},
         {"path": "../x"},
         {"path": "a/b/c"},
         {"path": ""},

@@ -128,7 +128,7 @@ def test_crash_at_every_operation(small, tmp_path, monkeypatch, record_property,
         assert all(report.ok for report in there_and_back(root, cold))
     check_life_after(root, cold)
     tried = [one.number for one in log.operations if one.kind in CHANGES]
-    assert len(tried) > 30
+    assert len(tried) > 20
     for number in tried:
         fresh()
         with labelled(f"died {when} {log.operations[number - 1]}"):
