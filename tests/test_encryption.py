@@ -36,11 +36,12 @@ from orbax_delta import (
 from orbax_delta.errors import (
     CorruptionError,
     InvalidInputError,
-    StorageError,
     WrongKeyError,
 )
 from orbax_delta.keys import Encryption
 from orbax_delta.store import DeltaStore, Folder
+
+pytestmark = pytest.mark.usefixtures("forget")
 
 SMALL = {**strategies.LITTLE_OPTIONS, "full_every": 10, "refresh_every": 30}
 TEXT = "the secret of the run " * 20
@@ -52,19 +53,6 @@ def secret_of(name):
     if name.startswith("lost"):
         raise KeyError(name)
     return hashlib.sha256(name.encode()).digest()
-
-
-@pytest.fixture(autouse=True)
-def _knows_nothing(monkeypatch):
-    """This process has been told of no key."""
-    monkeypatch.setattr(keys, "_known", keys._Known())
-    monkeypatch.delenv("ORBAX_DELTA_KEY_FILE", raising=False)
-
-
-@pytest.fixture
-def forget(monkeypatch):
-    """Makes this process forget the keys that it knows."""
-    return lambda: monkeypatch.setattr(keys, "_known", keys._Known())
 
 
 @pytest.fixture
@@ -205,7 +193,7 @@ def test_without_the_key(root, key_file, forget):
             action()
     problems = usage.measure(listing.read_root(url)).problems
     assert problems
-    assert all(isinstance(problem, WrongKeyError) for problem in problems)
+    assert all("does not know" in problem for problem in problems)
     assert strategies.listing(root) == before
     assert not root.with_name("out").exists()
     # What needs no content needs no key.
@@ -413,11 +401,11 @@ def _refuses(name):
         ),
         (Encryption(key=lambda name: b"x", key_id="a"), WrongKeyError, "gave 1 bytes"),
         (Encryption(key=lambda name: "x" * 32, key_id="a"), WrongKeyError, r"\(str\)"),
-        (Encryption(key=_refuses, key_id="a"), StorageError, "the service is down"),
-        ("nowhere", WrongKeyError, "could not read the key file nowhere"),
+        (Encryption(key=_refuses, key_id="a"), WrongKeyError, "the service is down"),
+        ("nowhere", WrongKeyError, "could not read the key file .*nowhere"),
         ("empty", WrongKeyError, "is no key file"),
         ("short", WrongKeyError, "is no key file"),
-        ("binary", WrongKeyError, "could not read the key file"),
+        ("binary", WrongKeyError, "is no key file"),
     ],
 )
 def test_a_key_that_is_none(root, tmp_path, monkeypatch, encryption, error, message):
@@ -519,7 +507,9 @@ def test_commands(root, key_file, command, document, monkeypatch, tmp_path):
     code, found = document("show", root, 2)
     assert found["items"][0]["key_id"] == shown
     assert f"with key {shown}" in command("show", root, 2)[1]
-    code, _, err = command("--key-file", tmp_path / "nowhere", "ls", root)
+    monkeypatch.delenv("ORBAX_DELTA_KEY_FILE")
+    keys._known = keys._Known()
+    code, _, err = command("--key-file", tmp_path / "nowhere", "verify", root)
     assert code == 13
     assert "could not read the key file" in err
 
