@@ -4,6 +4,7 @@ Bytes of one record: `test_sealing.py`. Any order of saves, deletions, restarts 
 changes of key: `test_state_machine.py`.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -27,9 +28,12 @@ from orbax_delta import (
     check,
     differing,
     exports,
+    keyfiles,
     keys,
     listing,
+    parts,
     prune,
+    records,
     repair,
     usage,
 )
@@ -39,6 +43,7 @@ from orbax_delta.errors import (
     WrongKeyError,
 )
 from orbax_delta.keys import Encryption
+from orbax_delta.manifests import encode_manifest
 from orbax_delta.store import DeltaStore, Folder
 
 pytestmark = pytest.mark.usefixtures("forget")
@@ -266,6 +271,35 @@ def test_moved_records_do_not_open(root, key_file):
         restored(root, 0)
     report = check.verify(str(root))
     assert {problem.leaf for problem in report.problems} == {"noise"}
+
+
+def test_rows_under_one_key_of_records_under_another(root, key_file, tmp_path):
+    """No writer makes such a step; a list that one key opens is not whole for all."""
+    save_steps(root, [0], encryption=key_file)
+    other = next(keyfiles.keys_of(keys.new_key_file(tmp_path / "other")))
+    keys.use_key(tmp_path / "other")
+    step, attempt = strategies.read_step(root, 0), bytes(range(16))
+    data = parts.encode_part(attempt, step.rows, step.manifest.packs, key=other)
+    (part,) = step.manifest.parts
+    part = dataclasses.replace(
+        part,
+        name=f"part-{attempt.hex()}-p0",
+        length=len(data),
+        digest=records.digest(data).hex(),
+    )
+    manifest = dataclasses.replace(
+        step.manifest,
+        attempt=attempt.hex(),
+        parts=(part,),
+        encryption={"key_id": other.id, "check": other.check(attempt)},
+    )
+    shutil.copytree(root / "0", root / "1")
+    item = root / "1" / "default"
+    (item / part.name).write_bytes(data)
+    (item / "MANIFEST").write_bytes(encode_manifest(manifest))
+    with pytest.raises(CorruptionError, match=f"does not open with key {other.id}"):
+        restored(root, 1)
+    assert check.verify(str(root)).whole_steps == ["0"]
 
 
 def test_damage_is_healed_and_repaired(root, key_file):
