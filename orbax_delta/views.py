@@ -3,7 +3,7 @@
 Does not belong here: reading anything, deciding what is shown.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import rich.box
@@ -15,6 +15,7 @@ from orbax_delta.documents import Document
 from orbax_delta.reports import human_bytes
 
 _MAX_NAMED = 8
+_FEW_NAMES = 3
 _MAX_ROWS = 20
 _PIPE_WIDTH = 10_000
 
@@ -175,10 +176,37 @@ def store_lines(root: Document, *, bases: bool) -> list[str | Text]:
             f"Kept whatever is deleted: the state{plural} of step{plural} "
             f"{', '.join(kept)}. More: orbax-delta ls --bases {root['root']}"
         )
+    lines += _key_lines(root)
     entries = (store, *root["steps"], *root["bases"])
     damaged = (entry for entry in entries if "error" in entry)
     lines += [Text(entry["error"]["message"], style="red") for entry in damaged]
     return lines
+
+
+def _key_lines(root: Document) -> Iterator[str]:
+    """Which key is still needed for what; nothing where nothing is encrypted."""
+    keys: dict[str | None, list[Document]] = {}
+    for entry in (*root["steps"], *root["bases"]):
+        if "key_id" in entry:
+            keys.setdefault(entry["key_id"], []).append(entry)
+    if not keys.keys() - {None}:
+        return
+    bases = [entry["step"] for entry in root["bases"]]
+    for key, entries in keys.items():
+        names = [entry["step"] for entry in entries if entry["step"] not in bases]
+        kept = [str(e["number"]) for e in entries if e["step"] in bases]
+        what = [f"steps {_span(names)}"] if names else []
+        what += [f"kept states {_span(kept)}"] if kept else []
+        head = "Not encrypted" if key is None else f"Encrypted with key {key}"
+        yield f"{head}: {', '.join(what)}."
+
+
+def _span(names: Sequence[str]) -> str:
+    """Few names, or how many there are from which to which."""
+    names = list(dict.fromkeys(names))
+    if len(names) <= _FEW_NAMES:
+        return ", ".join(names)
+    return f"{names[0]} to {names[-1]} ({len(names)})"
 
 
 def facts_table(step: Document) -> Table:

@@ -5,6 +5,7 @@ import functools
 import os
 import pickle
 
+import hostile
 import numpy as np
 import pytest
 import strategies
@@ -268,3 +269,34 @@ def test_an_import_is_encrypted_if_it_is_told(root, tmp_path, key_file, command)
     assert code == 13
     assert "could not read the key file" in err
     assert not (other / "3").exists()
+
+
+def test_ls_tells_which_keys_are_needed(root, command, document, forget):
+    """After a rotation; what is shown of a name is text."""
+    for step, name in enumerate(["old"] * 4 + ["new", None, "new"]):
+        encryption = name and Encryption(key=lambda name: SECRET, key_id=name)
+        save(root, encryption, step)
+    forget()
+    (root / "7.orbax-checkpoint-tmp" / "default").mkdir(parents=True)
+    lines = command("ls", root)[1].splitlines()
+    assert "Encrypted with key old: steps 0 to 3 (4), kept states 0." in lines
+    assert "Encrypted with key new: steps 4, 6." in lines
+    assert "Not encrypted: steps 5." in lines
+    found = document("ls", root)[1]["steps"]
+    assert [entry.get("key_id") for entry in found[:7]] == [
+        *["old"] * 4,
+        *["new", None, "new"],
+    ]
+
+    def renamed(manifest):
+        manifest["encryption"]["key_id"] = "\x1b[31mold"
+
+    hostile.rewritten(root, 6, renamed)
+    assert "\x1b" not in command("ls", root)[1]
+    assert "\x1b" not in command("verify", root, 6)[2]
+
+
+def test_ls_says_nothing_where_nothing_is_encrypted(root, command):
+    """Most users need not know."""
+    save(root, None)
+    assert "ncrypted" not in command("ls", root)[1]
