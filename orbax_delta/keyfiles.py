@@ -15,7 +15,7 @@ from orbax_delta import localwrites
 from orbax_delta.errors import InvalidInputError, WrongKeyError
 from orbax_delta.sealing import KEY_BYTES, Key
 
-_LINE = re.compile(r"[0-9a-fA-F]{64}")
+KEY_LINE = re.compile(r"[0-9a-fA-F]{64}")
 _MAX_FILE_BYTES = 1 << 20
 _OWNER_ONLY = 0o600
 
@@ -62,7 +62,7 @@ def keys_of(path: Path) -> Iterator[Key]:
     # Editors put a mark of the encoding before the first line.
     lines = [line.strip() for line in data.decode("utf-8-sig", "replace").splitlines()]
     found = [line for line in lines if line and not line.startswith("#")]
-    if not found or not all(map(_LINE.fullmatch, found)):
+    if not found or not all(map(KEY_LINE.fullmatch, found)):
         raise WrongKeyError(
             f"{path} is no key file: expected lines of 64 hexadecimal digits, the "
             "first of them the key to write with. `orbax-delta new-key FILE` makes one"

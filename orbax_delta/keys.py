@@ -138,8 +138,8 @@ _known = _Known()
 def use_key(key: str | os.PathLike[str] | KeyFunction | Encryption) -> None:
     """Let this process read what was encrypted with a key.
 
-    For what is no handler: exports, `restore_latest_good`, reports. Where a handler
-    with the option `encryption` has saved or restored, this has been done.
+    For what is no handler: exports, `restore_base`, reports. Where there is a handler
+    with the option `encryption`, this has been done.
 
     Args:
         key: The path of a file with keys, or a function as in `Encryption`.
@@ -238,6 +238,12 @@ def _absolute(path: str) -> str:
     Raises:
         InvalidInputError: It is that of no file here.
     """
+    if keyfiles.KEY_LINE.fullmatch(path):
+        # Messages about a missing file would show it.
+        raise InvalidInputError(
+            "Encryption.key is a key itself; expected the path of a file that holds "
+            "it, or a function"
+        )
     if "://" in path or not path:
         raise InvalidInputError(
             f"Encryption.key is {path!r:.80}; expected a file of this machine. Keys "

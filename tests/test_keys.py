@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import pickle
+import shutil
 
 import hostile
 import numpy as np
@@ -198,6 +199,18 @@ def test_what_is_no_file(path, error, message):
         keys.use_key(path)
 
 
+def test_a_key_in_place_of_its_file_is_not_shown(command):
+    """Somebody will try; a message about a missing file would be in every log."""
+    for text in (SECRET.hex(), SECRET.hex().upper()):
+        with pytest.raises(InvalidInputError, match="is a key itself") as raised:
+            orbax_delta.DeltaOptions(encryption=text)
+        assert text not in str(raised.value)
+        code, out, err = command("ls", "--key-file", text, "/nowhere")
+        assert code == 2
+        assert "is a key itself" in err
+        assert text not in out + err
+
+
 def test_a_new_file_is_whole_or_not_there(tmp_path, monkeypatch):
     """A full disk leaves nothing that would have to be deleted first."""
 
@@ -300,3 +313,31 @@ def test_ls_says_nothing_where_nothing_is_encrypted(root, command):
     """Most users need not know."""
     save(root, None)
     assert "ncrypted" not in command("ls", root)[1]
+
+
+# --- processes that begin -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("v1", [False, True])
+def test_a_base_alone_is_restored_by_the_key_of_the_handler(root, key_file, forget, v1):
+    """It has restored nothing yet, and there is no step left that it could restore."""
+    from orbax.checkpoint import v1 as ocp1
+
+    if v1:
+        context = orbax_delta.v1_context(encryption=key_file)
+        with ocp1.training.Checkpointer(root, context=context) as checkpointer:
+            checkpointer.save(0, TREE)
+        orbax_delta.v1_release()
+    else:
+        save(root, key_file)
+    shutil.rmtree(root / "0")
+    forget()
+    if v1:
+        context = orbax_delta.v1_context(encryption=key_file)
+        with ocp1.training.Checkpointer(root, context=context) as checkpointer:
+            step, tree = orbax_delta.restore_latest_good(checkpointer)
+    else:
+        with open_run(root, encryption=key_file) as run:
+            step, tree = orbax_delta.restore_latest_good(run.manager)
+    assert step == 0
+    assert_same_tree(tree, TREE)
