@@ -8,7 +8,7 @@ found, the rest is still looked at. Does not belong here: repair, how it is show
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from orbax_delta import healing, identity, listing, prune, reader, records, steps
 from orbax_delta.background import Pool, ordered_map, pool
@@ -58,6 +58,8 @@ class VerifyReport:
             said of them.
         others: Steps of other handlers, unless steps were named; nothing is said of
             them either.
+        archived: Steps that were moved, with their archive: what is there is not looked
+            at.
         chunks: Chunks of all steps.
         chunks_decoded: Distinct ones among them that were read and decoded.
         packs: Packs read: those that steps and bases name, and pins of running jobs.
@@ -76,6 +78,7 @@ class VerifyReport:
     whole_bases: Sequence[str]
     vanished: Sequence[str]
     others: Sequence[str]
+    archived: Mapping[str, str]
     chunks: int
     chunks_decoded: int
     packs: int
@@ -383,7 +386,11 @@ class Examination:
             if item.manifest
             for pack in item.manifest.packs
         }
-        judged = step_names(item for item in self._items if item.key not in gone)
+        judged = step_names(
+            item
+            for item in self._items
+            if item.key not in gone and item.archived is None
+        )
         whole = [name for name in judged if name not in self._findings.damaged]
         return VerifyReport(
             root=self.root.folder.url,
@@ -393,6 +400,11 @@ class Examination:
             whole_bases=[name for name in whole if is_base(name)],
             vanished=step_names(item for item in self._items if item.key in gone),
             others=self.root.others if self._looks_at_all else (),
+            archived={
+                item.step: item.archived.archive
+                for item in self._items
+                if item.archived is not None
+            },
             chunks=self._chunks,
             chunks_decoded=len(self._outcomes),
             packs=len(self._packs),

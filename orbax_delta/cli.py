@@ -3,7 +3,7 @@
 Tables on a terminal, plain columns in a pipe, one JSON document with `--json`;
 progress on stderr. Starts without jax for everything but `demo` and what `exchanging`
 adds. Does not belong here: what a table holds (`views`), anything that reads a step,
-what costs (`costcommands`).
+what costs (`costcommands`), archives (`archivecommands`).
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 
 from orbax_delta import (
+    archivecommands,
     check,
     costcommands,
     documents,
@@ -78,13 +79,14 @@ def commands() -> None:
     """Look at, verify and tidy delta checkpoints written through Orbax.
 
     ROOT is the folder that was given to CheckpointManager: a path, or a URL such as
-    gs://bucket/run. Nothing but repair, prune, forget, moved, import and demo changes
-    anything in it.
+    gs://bucket/run. Nothing but repair, prune, forget, moved, archive, import and demo
+    changes anything in it.
     """
 
 
 costcommands.add_to(commands)
 exchanging.add_to(commands)
+archivecommands.add_to(commands)
 
 
 @commands.command()

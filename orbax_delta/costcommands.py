@@ -6,7 +6,6 @@ Like all of `cli` they start without jax. Does not belong here: what they show
 
 import contextlib
 import json
-import re
 from pathlib import Path
 
 import click
@@ -30,7 +29,7 @@ from orbax_delta import (
 from orbax_delta.costs import Costs
 from orbax_delta.errors import CorruptionError, DeltaError, InvalidInputError
 from orbax_delta.listing import url_of
-from orbax_delta.terminal import bars, json_option, print_json, root_argument
+from orbax_delta.terminal import bars, json_option, print_json, root_argument, seconds
 
 _WATCHED_SAVES = 15
 
@@ -43,20 +42,6 @@ _prometheus = click.option(
     type=click.Path(path_type=Path),
     help="Write metrics here, for the textfile collector of node-exporter.",
 )
-
-
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
-
-
-def _seconds(text: str) -> float:
-    """Seconds of a time such as `90`, `15m`, `12h` or `2.5d`."""
-    found = _TIME.fullmatch(text)
-    if found is None:
-        raise click.BadParameter(
-            f"{text!r} is no time; expected 90, 90s, 15m, 12h or 2.5d"
-        )
-    return float(found[1]) * _UNITS[found[2]]
 
 
 def add_to(commands: click.Group) -> None:
@@ -226,20 +211,20 @@ def _picture(root: str, found: Costs | DeltaError | None, width: int) -> Group:
 @root_argument
 @click.option(
     "--mtbf",
-    type=_seconds,
+    type=seconds,
     metavar="TIME",
     help="Mean time between failures of the job.",
 )
 @click.option("--hosts", type=click.IntRange(min=1), help="Hosts of the job.")
 @click.option(
     "--host-mtbf",
-    type=_seconds,
+    type=seconds,
     metavar="TIME",
     help="Mean time between failures of one host.",
 )
 @click.option(
     "--restart",
-    type=_seconds,
+    type=seconds,
     metavar="TIME",
     default="0",
     show_default=True,
@@ -247,7 +232,7 @@ def _picture(root: str, found: Costs | DeltaError | None, width: int) -> Group:
 )
 @click.option(
     "--restore",
-    type=_seconds,
+    type=seconds,
     metavar="TIME",
     help="Time of a restore; without it as measured.",
 )

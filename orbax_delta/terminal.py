@@ -5,6 +5,7 @@ Does not belong here: any command, what tables hold (`views`).
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +43,24 @@ def root_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
 )
+
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
+
+
+def seconds(text: str) -> float:
+    """Seconds of a time such as `90`, `15m`, `12h` or `2.5d`: a type of an option.
+
+    >>> seconds("1.5h")
+    5400.0
+    """
+    found = _TIME.fullmatch(text)
+    if found is None:
+        raise click.BadParameter(
+            f"{text!r} is no time; expected 90, 90s, 15m, 12h or 2.5d"
+        )
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def print_json(document: Any) -> None:

@@ -3,7 +3,7 @@
 Does not belong here: reading anything, deciding what is shown.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.box
@@ -15,7 +15,6 @@ from orbax_delta.documents import Document
 from orbax_delta.reports import human_bytes
 
 _MAX_NAMED = 8
-_FEW_NAMES = 3
 _MAX_ROWS = 20
 _PIPE_WIDTH = 10_000
 
@@ -95,6 +94,10 @@ def steps_table(root: Document) -> Table:
     for entry in root["steps"]:
         if "error" in entry:
             table.add_row(_step(entry), entry["item"], "damaged", style="red")
+            continue
+        if "archive" in entry:
+            cells = (_step(entry), entry["item"] or "-", _saved_at(entry), "archived")
+            table.add_row(*cells, style="dim")
             continue
         table.add_row(
             _step(entry),
@@ -176,6 +179,8 @@ def store_lines(root: Document, *, bases: bool) -> list[str | Text]:
             f"Kept whatever is deleted: the state{plural} of step{plural} "
             f"{', '.join(kept)}. More: orbax-delta ls --bases {root['root']}"
         )
+    moved = {e["step"]: e["archive"] for e in root["steps"] if "archive" in e}
+    lines += [] if bases else archived_lines(moved, root["root"])
     lines += _key_lines(root)
     entries = (store, *root["steps"], *root["bases"])
     damaged = (entry for entry in entries if "error" in entry)
@@ -191,22 +196,27 @@ def _key_lines(root: Document) -> Iterator[str]:
             keys.setdefault(entry["key_id"], []).append(entry)
     if not keys.keys() - {None}:
         return
-    bases = [entry["step"] for entry in root["bases"]]
+    bases = {entry["step"] for entry in root["bases"]}
     for key, entries in keys.items():
-        names = [entry["step"] for entry in entries if entry["step"] not in bases]
-        kept = [str(e["number"]) for e in entries if e["step"] in bases]
-        what = [f"steps {_span(names)}"] if names else []
-        what += [f"kept states {_span(kept)}"] if kept else []
+        # Several items of a step have one name.
+        names = dict.fromkeys(e["step"] for e in entries if e["step"] not in bases)
+        kept = dict.fromkeys(str(e["number"]) for e in entries if e["step"] in bases)
+        what = [f"steps {_names([*names])}"] if names else []
+        what += [f"kept states {_names([*kept])}"] if kept else []
         head = "Not encrypted" if key is None else f"Encrypted with key {key}"
         yield f"{head}: {', '.join(what)}."
 
 
-def _span(names: Sequence[str]) -> str:
-    """Few names, or how many there are from which to which."""
-    names = list(dict.fromkeys(names))
-    if len(names) <= _FEW_NAMES:
-        return ", ".join(names)
-    return f"{names[0]} to {names[-1]} ({len(names)})"
+def archived_lines(moved: Mapping[str, str], root: str) -> list[str]:
+    """Where steps are that were moved, by their archives."""
+    by_archive: dict[str, list[str]] = {}
+    for step, archive in moved.items():
+        by_archive.setdefault(archive, []).append(step)
+    return [
+        f"Moved to {archive}: {_names(steps)}. Back: orbax-delta archive {archive} "
+        f"{root} --steps {steps[-1]}"
+        for archive, steps in by_archive.items()
+    ]
 
 
 def facts_table(step: Document) -> Table:
@@ -222,6 +232,7 @@ def facts_table(step: Document) -> Table:
         ("built on", f"step {before['step']}" if before else "nothing"),
         *_report_facts(step),
         ("packs", f"{step['packs']} in {step['packs_url']}"),
+        *([("archive", step["archive"])] if "archive" in step else []),
         ("store", step["store_uuid"] or "none, the packs lie beside the MANIFEST"),
         ("encrypted", f"with key {step['key_id']}" if step["key_id"] else "no"),
         ("options", pairs(step["options"])),
@@ -342,6 +353,7 @@ def verify_lines(report: Document) -> list[str | Text]:
         lines.append(
             f"Saved by other handlers, not looked at: {_names(report['others'])}."
         )
+    lines += archived_lines(report["archived"], report["root"])
     if report["unnamed_packs"]:
         lines.append(
             f"Named by no step: {_count(len(report['unnamed_packs']), 'pack')}, "

@@ -304,3 +304,11 @@ def test_quality(tmp_path):
     assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
     outcomes = json.loads((tmp_path / "q.json").read_text())
     assert {len(outcome["differences"]) for outcome in outcomes} == {1}
+
+
+def test_archives(cache):
+    """A row for each kind of run, and the archive is whole."""
+    arguments = ["--scale", "tiny", "--saves", 4, "--every", 2, "--cache", cache]
+    printed = run("archives.py", *arguments)
+    for name in ("dense", "rl_bf16", "frozen_backbone"):
+        assert name in printed

@@ -520,6 +520,35 @@ def test_exports_are_in_the_clear(root, key_file, tmp_path):
     assert ocp.StandardCheckpointer().restore(tmp_path / "plain")["text"] == TEXT
 
 
+def test_an_archive_holds_it_as_it_is(root, key_file, tmp_path, forget):
+    """Packs byte for byte; checked on the way, and read with the same key."""
+    save_steps(root, range(4), encryption=key_file)
+    before = files_of(root, "*-p0-*")
+    report = orbax_delta.archive(root, tmp_path / "cold", steps=[1, 2], move=True)
+    assert report.ok
+    archived = files_of(tmp_path / "cold", "*-p0-*")
+    assert archived
+    assert archived.items() <= before.items()
+    for step in range(4):
+        assert_same_tree(restored(root, step), state(step))
+    assert check.verify(str(tmp_path / "cold")).ok
+    forget()
+    with pytest.raises(WrongKeyError, match=MISSING):
+        restored(root, 1)
+    failed = orbax_delta.archive(root, tmp_path / "cold", steps=[3])
+    assert isinstance(failed.steps[0].error, WrongKeyError)
+    keys.use_key(key_file)
+    rows = strategies.read_step(root, 3).rows
+    own = [ref for row in rows for ref in row.refs if ref.pack not in archived]
+    ref = next(ref for ref in own if ref.pack)
+    path = root / STORE / "packs" / ref.pack
+    data = bytearray(path.read_bytes())
+    data[ref.offset + 9] ^= 1
+    path.write_bytes(data)
+    (failed,) = orbax_delta.archive(root, tmp_path / "cold", steps=[3]).steps
+    assert "checksum of a sealed record" in str(failed.error)
+
+
 def test_commands(root, key_file, command, document, monkeypatch, tmp_path):
     """With `--key-file`, or the variable; without, exit code 13 and what is missing."""
     save_steps(root, range(3), encryption=key_file)

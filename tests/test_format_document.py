@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import orbax_delta
 from orbax_delta import (
+    archived,
     chunks,
     codecs,
     dtypes,
@@ -469,6 +470,7 @@ def test_limits_are_those_of_the_code():
         trees._MAX_DEPTH,
         fields.MAX_METADATA_DEPTH,
         places.MAX_MANIFEST_DEPTH,
+        archived.MOST_MOVES,
         options.MAX_CHUNK_BYTES,
         fields.MAX_COUNT,
     ]
@@ -531,6 +533,7 @@ def test_a_saved_root_has_the_documented_files(root):
         "bases/*": f"bases/{patterns['attempt']}/({patterns['part']}|MANIFEST)",
         "part-*": patterns["part"],
         "MANIFEST": "MANIFEST",
+        "ARCHIVED": "ARCHIVED",
     }
     assert _names(TABLES["2"][0], "file") == list(documented)
     of_orbax = {"_CHECKPOINT_METADATA", "_METADATA", "_sharding"}
@@ -539,7 +542,8 @@ def test_a_saved_root_has_the_documented_files(root):
         matches = [key for key, p in documented.items() if re.fullmatch(p, name)]
         assert matches, name
         used.update(matches)
-    assert used == set(documented) - {"condemned/*", "ROOT.json", "roots/*"}
+    absent = {"condemned/*", "ROOT.json", "roots/*", "ARCHIVED"}
+    assert used == set(documented) - absent
 
 
 def test_a_root_of_a_shared_store_has_the_documented_files(root, tmp_path):
@@ -563,6 +567,27 @@ def test_a_root_of_a_shared_store_has_the_documented_files(root, tmp_path):
         meaning = {row["field"]: row["meaning"] for row in table}
         assert str(document["format_version"]) == meaning["format_version"]
         assert f"`{document['magic']}`" == f"`{meaning['magic']}`"
+
+
+def test_a_step_that_was_moved_leaves_the_documented_file(root, tmp_path):
+    """Section 9.6: its name, place and fields; and the name of a pin of section 9.7."""
+    with ocp.CheckpointManager(
+        root, handler_registry=orbax_delta.handler_registry()
+    ) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": np.arange(1000.0)}))
+    assert orbax_delta.archive(root, tmp_path / "cold", steps=[0], move=True).ok
+    (path,) = (path for path in root.rglob("*") if path.name == "ARCHIVED")
+    assert path.parent == root / "0" / "default"
+    document = json.loads(path.read_text())
+    (table,) = TABLES["9.6"]
+    assert sorted(document) == _names(table)
+    meaning = {row["field"]: row["meaning"] for row in table}
+    assert str(document["format_version"]) == meaning["format_version"]
+    assert f"`{document['magic']}`" == f"`{meaning['magic']}`"
+    attempt = "0" * 32
+    text = re.search(r"the digest of the text `(archive <attempt>)`", DOCUMENT)[1]
+    digest = records.digest(text.replace("<attempt>", attempt).encode())
+    assert marks.copying_pin(attempt) == f"{digest.hex()}-p0"
 
 
 def test_the_history_has_the_documented_fields(root):

@@ -292,7 +292,7 @@ def test_ls_tells_which_keys_are_needed(root, command, document, forget):
     forget()
     (root / "7.orbax-checkpoint-tmp" / "default").mkdir(parents=True)
     lines = command("ls", root)[1].splitlines()
-    assert "Encrypted with key old: steps 0 to 3 (4), kept states 0." in lines
+    assert "Encrypted with key old: steps 0, 1, 2, 3, kept states 0." in lines
     assert "Encrypted with key new: steps 4, 6." in lines
     assert "Not encrypted: steps 5." in lines
     found = document("ls", root)[1]["steps"]
