@@ -33,6 +33,7 @@ from orbax_delta.marks import read_marks, warned_of
 from orbax_delta.options import DeltaOptions
 from orbax_delta.ranges import Packs
 from orbax_delta.reader import Request
+from orbax_delta.sealing import fingerprint
 from orbax_delta.steps import Step
 from orbax_delta.store import Folder
 
@@ -439,7 +440,7 @@ def _list_mark(packs: Packs, request: Request) -> bytes:
     """Equal for chunks that decode from the same records to the same content."""
     row = request.row
     # Copies of a self-contained checkpoint have packs of the same names.
-    fields = [packs.url]
+    fields = [packs.url, fingerprint(packs.key)]
     fields += [
         f"{ref.form:d} {ref.pack} {ref.offset} {ref.length} {ref.word.hex()}"
         for ref in row.refs

@@ -45,7 +45,13 @@ from orbax_delta.listing import Item, url_of
 from orbax_delta.steps import Step, open_step
 from orbax_delta.store import DeltaStore, Folder
 from orbax_delta.storefiles import STORE_FILE, UUID
-from orbax_delta.terminal import bars, json_option, print_json, root_argument
+from orbax_delta.terminal import (
+    bars,
+    json_option,
+    key_option,
+    print_json,
+    root_argument,
+)
 
 EXIT_CODES: Mapping[int, str] = {
     0: "done; nothing is wrong",
@@ -68,22 +74,14 @@ _EPILOG = "\b\nExit codes:\n" + "\n".join(
 
 @click.group(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="orbax-delta", prog_name="orbax-delta")
-@click.option(
-    "--key-file",
-    type=click.Path(),
-    envvar="ORBAX_DELTA_KEY_FILE",
-    show_envvar=True,
-    help="Keys of encrypted steps.",
-)
-def commands(key_file: str | None) -> None:
+@key_option
+def commands() -> None:
     """Look at, verify and tidy delta checkpoints written through Orbax.
 
     ROOT is the folder that was given to CheckpointManager: a path, or a URL such as
     gs://bucket/run. Nothing but repair, prune, forget, moved, archive, import and demo
     changes anything in it.
     """
-    if key_file is not None:
-        keys.use_key(key_file)
 
 
 costcommands.add_to(commands)

@@ -85,6 +85,7 @@ def of_item(item: Item) -> Document:
         "records_per_chunk_mean": report.records_per_chunk_mean,
         "records_per_chunk_max": report.records_per_chunk_max,
         "predecessor": (manifest.predecessor or {}).get("step"),
+        "key_id": manifest.encryption.get("key_id"),
     }
 
 
@@ -108,7 +109,6 @@ def of_step(item: Item, step: Step) -> Document:
         "packs_url": step.packs.url,
         "pack_names": list(manifest.packs),
         "required_features": list(manifest.required_features),
-        "key_id": manifest.encryption.get("key_id"),
         "options": dict(manifest.options),
         "versions": dict(manifest.versions),
         "custom_metadata": manifest.custom_metadata,

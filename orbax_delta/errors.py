@@ -90,7 +90,7 @@ class CorruptionError(DeltaError):
 
 
 class WrongKeyError(DeltaError):
-    """The key is missing, is another one, or is none. Give the right one.
+    """The key is missing, could not be fetched, or is another one. Give it.
 
     What it was to open is not damaged, as far as anybody can tell.
     """

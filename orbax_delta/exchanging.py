@@ -99,10 +99,13 @@ def export(
 
 @click.command("import")
 @click.argument("path", metavar="SOURCE")
-@click.argument("root", metavar="ROOT")
+@root_argument
 @click.argument("step", metavar="STEP", type=click.IntRange(min=0))
 @click.option("--item", default="default", show_default=True, help="Its name.")
 @_include
+@click.option(
+    "--encrypt", type=click.Path(), metavar="FILE", help="With the first key of FILE."
+)
 @json_option
 def import_(
     path: str,
@@ -110,6 +113,7 @@ def import_(
     step: int,
     item: str,
     include: tuple[str, ...],
+    encrypt: str | None,
     as_json: bool,
 ) -> int:
     """Save SOURCE as STEP of ROOT, so that a run can go on from it with deltas.
@@ -122,7 +126,13 @@ def import_(
 
     with bars() as progress:
         report = imports.import_checkpoint(
-            path, root, step, item=item, include=include, progress=progress
+            path,
+            root,
+            step,
+            item=item,
+            include=include,
+            encryption=encrypt,
+            progress=progress,
         )
     return _done(report, "Saved", as_json)
 

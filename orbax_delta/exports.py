@@ -15,7 +15,7 @@ from pathlib import Path
 
 import orbax.checkpoint as ocp
 
-from orbax_delta import chunks, orbaxfolders, sources, tensorfolders
+from orbax_delta import chunks, localwrites, orbaxfolders, sources, tensorfolders
 from orbax_delta.errors import (
     DeltaError,
     InvalidInputError,
@@ -262,7 +262,7 @@ def _published(
         _sync(made.path)
         _require_free(path)
         made.path.rename(path)
-        _sync_folder(path.parent)
+        localwrites.sync_folder(path.parent)
     except DeltaError:
         raise
     except OSError as error:
@@ -286,12 +286,4 @@ def _sync(folder: Path) -> None:
         for name in files:
             with open(os.path.join(where, name), "rb") as file:
                 os.fsync(file.fileno())
-        _sync_folder(Path(where))
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        localwrites.sync_folder(Path(where))

@@ -12,7 +12,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_delta import delegation, fallback, processes, steps
+from orbax_delta import delegation, fallback, keys, processes, steps
 from orbax_delta.blocking import SaveRequest
 from orbax_delta.errors import InvalidInputError, NotFoundError
 from orbax_delta.manifests import MANIFEST_NAME
@@ -47,6 +47,7 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
                 f"options are {options!r}; expected DeltaOptions(...) or None"
             )
         self.options = options or DeltaOptions()
+        keys.remember(self.options.encryption)
         self.last_save_report: SaveReport | None = None
         self.last_restore_report: RestoreReport | None = None
         self._sessions = Sessions()

@@ -27,7 +27,15 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1
 
-from orbax_delta import delegation, leaves, processes, shardings, steps, trees
+from orbax_delta import (
+    delegation,
+    keys,
+    leaves,
+    processes,
+    shardings,
+    steps,
+    trees,
+)
 from orbax_delta.blocking import SaveRequest
 from orbax_delta.errors import InvalidInputError, NotFoundError
 from orbax_delta.handler import DeltaCheckpointHandler, DeltaRestore, DeltaSave
@@ -300,6 +308,7 @@ class NumpyMetadata:
 
 def _handler(options: DeltaOptions, partial_load: bool = False) -> type[DeltaHandler]:
     """A type with options bound, which Orbax records under the name of its base."""
+    keys.remember(options.encryption)
     bound = {"options": options, "partial_load": partial_load}
     named = {"__module__": DeltaHandler.__module__, "__qualname__": "DeltaHandler"}
     return type("DeltaHandler", (DeltaHandler,), bound | named)

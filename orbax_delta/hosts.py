@@ -157,7 +157,7 @@ class Round:
         except BaseException as error:
             if self.job.client is not None:
                 # Orbax may keep it for as long as another process does not come back.
-                _logger.error("%s is not saved: %s", self._name, error)
+                _logger.error("no %s of %s: %s", self._deed, self._name, error)
                 if error is not self._heard:
                     # It is raised here whatever the others hear first.
                     with contextlib.suppress(DeltaError):

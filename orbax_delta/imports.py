@@ -16,8 +16,10 @@ from orbax_delta import orbaxsources, sources, tensorsources
 from orbax_delta.errors import InvalidInputError, NotFoundError
 from orbax_delta.exports import ExportReport
 from orbax_delta.handler import DEFAULT_ITEM, DeltaSave, handler_registry
+from orbax_delta.keys import Encryption
 from orbax_delta.listing import Progress, no_progress, url_of
 from orbax_delta.manifests import MANIFEST_NAME
+from orbax_delta.options import DeltaOptions
 from orbax_delta.places import locate
 from orbax_delta.sources import Source
 from orbax_delta.tensorsources import Split
@@ -31,6 +33,7 @@ def import_checkpoint(
     item: str = DEFAULT_ITEM,
     include: Sequence[str] = (),
     split: Split | None = None,
+    encryption: Encryption | str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> ExportReport:
     """Save a checkpoint of another form as a step of a root.
@@ -48,11 +51,13 @@ def import_checkpoint(
         include: Patterns of paths; leaves that fit none stay out.
         split: From the name of a tensor to the path of its leaf; None: as exported,
             otherwise at the dots.
+        encryption: As of `DeltaOptions`.
         progress: Told of chunks.
 
     Raises:
         NotFoundError: There is nothing at `path`.
         InvalidInputError: It is none of these, the step is there, or paths collide.
+        WrongKeyError: There is no key to encrypt with, or none for an encrypted source.
         FormatError: A file is not what it should be.
         CorruptionError: It is damaged.
         StorageError: The storage refused something; there is no such step.
@@ -68,10 +73,14 @@ def import_checkpoint(
     started = time.perf_counter()
     if type(step) is not int or step < 0:
         raise InvalidInputError(f"step is {step!r}; expected a number from 0")
+    # Here nothing has begun that would have to end.
+    DeltaOptions(encryption=encryption).writing_key()
     source = _opened(os.fspath(path), split).select(include)
     url = url_of(root)
     # Nothing is compared with what is in memory, and nothing is deleted.
-    registry = handler_registry(item=item, base="store", auto_prune=False)
+    registry = handler_registry(
+        item=item, base="store", auto_prune=False, encryption=encryption
+    )
     args: Any = DeltaSave(
         source.counted(progress).tree(), custom_metadata=source.custom_metadata
     )

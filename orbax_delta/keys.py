@@ -3,29 +3,27 @@
 A file holds keys, or a function fetches them from where they are kept. Those that a
 handler or `use_key` has named are known to this process, so that everything that reads
 a step finds its key by the name that the MANIFEST gives. Does not belong here: what is
-done with a key (`sealing`).
+in a file (`keyfiles`), what is done with a key (`sealing`).
 """
 
 import dataclasses
 import functools
 import os
-import re
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from orbax_delta import sealing
-from orbax_delta.errors import InvalidInputError, StorageError, WrongKeyError
+from orbax_delta import keyfiles, sealing
+from orbax_delta.errors import InvalidInputError, WrongKeyError
+from orbax_delta.keyfiles import new_key_file as new_key_file
 from orbax_delta.sealing import KEY_BYTES, Key
 
-KeyFunction = Callable[[str], bytes]
-"""Gives the 32 bytes of the key of a name; `KeyError` where it knows none."""
+KeyFunction = Callable[[str], bytes | None]
+"""Gives the 32 bytes of the key of a name; None or `KeyError` where it knows none."""
 
-_LINE = re.compile(r"[0-9a-fA-F]{64}")
-_MAX_ID = 200
-_OWNER_ONLY = 0o600
+MAX_KEY_ID = 200
+"""Characters of the name of a key."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +34,10 @@ class Encryption:
     ''
 
     Attributes:
-        key: A file with one key a line, as 64 hexadecimal digits: the first one is
-            written with, all of them are read with. Or a function that is given the
-            name of a key and returns its 32 bytes, or raises `KeyError`.
+        key: A file of this machine with one key a line, as 64 hexadecimal digits: the
+            first one is written with, all of them are read with. It is read when a key
+            is needed. Or a function that is given the name of a key and returns its 32
+            bytes, or None.
         key_id: Name of the key to write with, for a function; MANIFESTs show it. Keys
             of files are known by their fingerprints.
 
@@ -50,22 +49,25 @@ class Encryption:
     key_id: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.key, str | os.PathLike) and not callable(self.key):
+        if isinstance(self.key, str | os.PathLike):
+            object.__setattr__(self, "key", _absolute(os.fspath(self.key)))
+        elif not callable(self.key):
             raise InvalidInputError(
                 f"Encryption.key is a {type(self.key).__name__}; expected the path of "
                 "a file with keys, or a function from a key's name to its 32 bytes"
             )
-        wanted = not isinstance(self.key, str | os.PathLike)
-        named = type(self.key_id) is str and 0 < len(self.key_id) <= _MAX_ID
-        if named != wanted or (not named and self.key_id != ""):
+        else:
+            object.__setattr__(self, "key", _hashable(self.key))
+        if isinstance(self.key, str) and self.key_id != "":
             raise InvalidInputError(
-                f"Encryption.key_id is {self.key_id!r:.80}; expected "
-                + (
-                    f"the name of the key that the function gives, at most {_MAX_ID} "
-                    "characters"
-                    if wanted
-                    else "none beside a file, whose keys have fingerprints"
-                )
+                f"Encryption.key_id is {self.key_id!r:.80}; expected none beside a "
+                "file, whose keys have fingerprints"
+            )
+        if not isinstance(self.key, str) and not _is_key_id(self.key_id):
+            raise InvalidInputError(
+                f"Encryption.key_id is {self.key_id!r:.80}; expected the name of the "
+                f"key that the function gives, at most {MAX_KEY_ID} characters that "
+                "can be printed"
             )
         sealing.require()
 
@@ -75,24 +77,25 @@ class Encryption:
         Raises:
             WrongKeyError: There is none, or it is no key.
         """
-        if not isinstance(self.key, str | os.PathLike):
-            found = self.find(self.key_id)
-            if found is None:
-                raise WrongKeyError(
-                    f"the key function knows no key {self.key_id!r}, which "
-                    "Encryption.key_id says to write with"
-                )
-            return found
-        return next(_keys_of(Path(self.key)))
+        if isinstance(self.key, str | os.PathLike):
+            return next(keyfiles.keys_of(Path(self.key)))
+        found = _fetched(self.key, self.key_id)
+        if found is None:
+            raise WrongKeyError(
+                f"the key function knows no key {self.key_id!r}, which "
+                "Encryption.key_id says to write with"
+            )
+        return found
 
     def find(self, key_id: str) -> Key | None:
         """The key of a name; None where there is none of this name here.
 
         Raises:
-            WrongKeyError: The file cannot be read, or what is there is no key.
+            WrongKeyError: The file cannot be read, the function fails, or what is there
+                is no key.
         """
         if isinstance(self.key, str | os.PathLike):
-            found = _keys_of(Path(self.key))
+            found = keyfiles.keys_of(Path(self.key))
             return next((key for key in found if key.id == key_id), None)
         return _fetched(self.key, key_id)
 
@@ -135,8 +138,8 @@ _known = _Known()
 def use_key(key: str | os.PathLike[str] | KeyFunction | Encryption) -> None:
     """Let this process read what was encrypted with a key.
 
-    For what is no handler: exports, `restore_latest_good`, reports. Where a handler
-    with the option `encryption` has saved or restored, this has been done.
+    For what is no handler: exports, `restore_base`, reports. Where there is a handler
+    with the option `encryption`, this has been done.
 
     Args:
         key: The path of a file with keys, or a function as in `Encryption`.
@@ -182,11 +185,21 @@ def key_of(encryption: Mapping[str, Any], attempt: str, where: str) -> Key | Non
     name, check = encryption["key_id"], encryption["check"]
     sealing.require()
     others = 0
+    problem: WrongKeyError | None = None
     for source in _known:
-        key = source.find(name)
+        try:
+            key = source.find(name)
+        except WrongKeyError as error:
+            problem = problem or error  # the next one may know it
+            continue
         if key is not None and is_of(key, encryption, attempt):
             return key
         others += key is not None
+    if problem is not None:
+        raise WrongKeyError(
+            f"{where} is encrypted with key {name!r}, which may be where this process "
+            f"could not look: {problem}"
+        ) from problem
     if others:
         raise WrongKeyError(
             f"{where} was encrypted with another key than the one that is now called "
@@ -206,41 +219,37 @@ def is_of(key: Key | None, encryption: Mapping[str, Any], attempt: str) -> bool:
     return bool(encryption["check"] == key.check(bytes.fromhex(attempt)))
 
 
-def new_key_file(path: str | os.PathLike[str]) -> Path:
-    """Make a file with one new random key, for its owner alone.
+def _hashable(function: Any) -> KeyFunction:
+    """The function; of an object that cannot be hashed its method, which can."""
+    hashable: KeyFunction = (
+        function.__call__ if type(function).__hash__ is None else function
+    )
+    return hashable
+
+
+def _is_key_id(value: object) -> bool:
+    # Messages and tables show it.
+    return type(value) is str and 0 < len(value) <= MAX_KEY_ID and value.isprintable()
+
+
+def _absolute(path: str) -> str:
+    """The path of a file, whatever folder this process works in later.
 
     Raises:
-        InvalidInputError: There is something of that name, or no folder to hold it.
-
-    Example:
-        >>> len(new_key_file(folder / "mine").read_text())
-        65
+        InvalidInputError: It is that of no file here.
     """
-    path = Path(path)
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER_ONLY)
-    except OSError as error:
-        raise InvalidInputError(f"could not make a key file: {error}") from error
-    with os.fdopen(handle, "w") as file:
-        file.write(secrets.token_hex(KEY_BYTES) + "\n")
-    return path
-
-
-def _keys_of(path: Path) -> Iterator[Key]:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise WrongKeyError(f"could not read the key file {path}: {error}") from error
-    lines = [line.strip() for line in text.splitlines()]
-    found = [line for line in lines if line and not line.startswith("#")]
-    if not found or not all(map(_LINE.fullmatch, found)):
-        raise WrongKeyError(
-            f"{path} is no key file: expected lines of 64 hexadecimal digits, the "
-            "first of them the key to write with. `orbax-delta new-key FILE` makes one"
+    if keyfiles.KEY_LINE.fullmatch(path):
+        # Messages about a missing file would show it.
+        raise InvalidInputError(
+            "Encryption.key is a key itself; expected the path of a file that holds "
+            "it, or a function"
         )
-    for line in found:
-        secret = bytes.fromhex(line)
-        yield Key(id=Key(id="", secret=secret).fingerprint, secret=secret)
+    if "://" in path or not path:
+        raise InvalidInputError(
+            f"Encryption.key is {path!r:.80}; expected a file of this machine. Keys "
+            "that are kept elsewhere are fetched by a function"
+        )
+    return os.path.abspath(path)
 
 
 def _fetched(function: KeyFunction, key_id: str) -> Key | None:
@@ -252,20 +261,27 @@ def _fetched(function: KeyFunction, key_id: str) -> Key | None:
 
 @functools.lru_cache(maxsize=256)
 def _asked(function: KeyFunction, key_id: str) -> Key:
-    """The key that a function gives; where keys are kept is asked once for each."""
+    """The key that a function gives; where keys are kept is asked once for each.
+
+    Raises:
+        KeyError: It knows none of this name, which may be otherwise the next time.
+        WrongKeyError: It fails, or gives no key.
+    """
     try:
         secret = function(key_id)
     except KeyError:
         raise
     except Exception as error:
-        # What it is made of nobody knows; that the step cannot be read now we do.
-        raise StorageError(
+        # No error of the storage, which could count as damage of the step.
+        raise WrongKeyError(
             f"the key function failed for key {key_id!r}: {error}"
         ) from error
-    if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
+    if secret is None:
+        raise KeyError(key_id)
+    if not isinstance(secret, bytes | bytearray) or len(secret) != KEY_BYTES:
         size = f"{len(secret)} bytes" if isinstance(secret, bytes) else "no bytes"
         raise WrongKeyError(
             f"the key function gave {size} ({type(secret).__name__}) for key "
             f"{key_id!r}; expected {KEY_BYTES} bytes"
         )
-    return Key(id=key_id, secret=secret)
+    return Key(id=key_id, secret=bytes(secret))

@@ -69,11 +69,11 @@ def _write(path: Path, data: Data) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a new name durable."""
+def sync_folder(folder: Path) -> None:
+    """Make new names in a folder durable."""
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)

@@ -22,6 +22,7 @@ from orbax_delta.errors import (
 )
 from orbax_delta.fields import Json as Json
 from orbax_delta.frames import compress_text, decompress_text
+from orbax_delta.keys import MAX_KEY_ID
 from orbax_delta.records import FORMAT_VERSION, digest
 
 MANIFEST_NAME = "MANIFEST"
@@ -411,7 +412,11 @@ def _rules(
 
 def _is_encryption(value: Mapping[str, Json]) -> bool:
     texts = value.keys() == {"key_id", "check"} and fields.holds(value, (str,))
-    return texts and bool(_DIGEST.fullmatch(value["check"]))
+    return (
+        texts
+        and 0 < len(value["key_id"]) <= MAX_KEY_ID
+        and bool(_DIGEST.fullmatch(value["check"]))
+    )
 
 
 def _part(document: Json) -> PartEntry:

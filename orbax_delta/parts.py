@@ -195,7 +195,12 @@ def parse_part(
         bound_count <= 2 * MAX_DIMENSIONS * row_count
         and row_count <= ref_count <= MAX_CHAIN_LIMIT * row_count
     )
-    if flags != (0 if key is None else _SEALED) or not fits:
+    if flags in (0, _SEALED) and bool(flags) != (key is not None):
+        raise CorruptionError(
+            f"a part is {'sealed' if flags else 'not sealed'}, and its MANIFEST says "
+            "otherwise: one of the two was put here from elsewhere"
+        )
+    if flags > _SEALED or not fits:
         raise CorruptionError(
             f"a part has flags {flags}, {bound_count} bounds and {ref_count} records "
             f"for {row_count} rows; no such part in this format version"

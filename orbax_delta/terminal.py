@@ -6,7 +6,7 @@ Does not belong here: any command, what tables hold (`views`).
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -14,9 +14,32 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from orbax_delta import keys
 from orbax_delta.listing import Progress
 
-root_argument = click.argument("root", metavar="ROOT")
+
+def _told(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    # Read when a step needs it: the variable may be set for other commands.
+    if value is not None:
+        keys.remember(value)
+
+
+key_option = click.option(
+    "--key-file",
+    type=click.Path(),
+    envvar="ORBAX_DELTA_KEY_FILE",
+    show_envvar=True,
+    expose_value=False,
+    callback=_told,
+    help="Keys of encrypted steps.",
+)
+
+
+def root_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """ROOT, and the keys of what is encrypted there."""
+    return click.argument("root", metavar="ROOT")(key_option(command))
+
+
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
 )

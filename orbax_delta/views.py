@@ -3,7 +3,7 @@
 Does not belong here: reading anything, deciding what is shown.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.box
@@ -181,10 +181,30 @@ def store_lines(root: Document, *, bases: bool) -> list[str | Text]:
         )
     moved = {e["step"]: e["archive"] for e in root["steps"] if "archive" in e}
     lines += [] if bases else archived_lines(moved, root["root"])
+    lines += _key_lines(root)
     entries = (store, *root["steps"], *root["bases"])
     damaged = (entry for entry in entries if "error" in entry)
     lines += [Text(entry["error"]["message"], style="red") for entry in damaged]
     return lines
+
+
+def _key_lines(root: Document) -> Iterator[str]:
+    """Which key is still needed for what; nothing where nothing is encrypted."""
+    keys: dict[str | None, list[Document]] = {}
+    for entry in (*root["steps"], *root["bases"]):
+        if "key_id" in entry:
+            keys.setdefault(entry["key_id"], []).append(entry)
+    if not keys.keys() - {None}:
+        return
+    bases = {entry["step"] for entry in root["bases"]}
+    for key, entries in keys.items():
+        # Several items of a step have one name.
+        names = dict.fromkeys(e["step"] for e in entries if e["step"] not in bases)
+        kept = dict.fromkeys(str(e["number"]) for e in entries if e["step"] in bases)
+        what = [f"steps {_names([*names])}"] if names else []
+        what += [f"kept states {_names([*kept])}"] if kept else []
+        head = "Not encrypted" if key is None else f"Encrypted with key {key}"
+        yield f"{head}: {', '.join(what)}."
 
 
 def archived_lines(moved: Mapping[str, str], root: str) -> list[str]:

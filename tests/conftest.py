@@ -16,7 +16,7 @@ import pytest
 import roots
 import tensorstore as ts
 
-from orbax_delta import cli, store
+from orbax_delta import cli, keys, store
 
 hypothesis.settings.register_profile(
     "default",
@@ -114,6 +114,18 @@ def pytest_terminal_summary(terminalreporter):
             else "0 wrong values, 0 lost committed steps"
         )
         terminalreporter.write_line(f"tried {counts}: {verdict}")
+
+
+@pytest.fixture
+def forget(monkeypatch):
+    """This process knows no key; a call makes it forget those that it has heard of."""
+    monkeypatch.delenv("ORBAX_DELTA_KEY_FILE", raising=False)
+
+    def call():
+        monkeypatch.setattr(keys, "_known", keys._Known())
+
+    call()
+    return call
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,7 @@ def test_ls_as_json(made, document):
             "records_per_chunk_mean": report.records_per_chunk_mean,
             "records_per_chunk_max": report.records_per_chunk_max,
             "predecessor": str(entry["number"] - 1),
+            "key_id": None,
         }
 
 
