@@ -31,9 +31,10 @@ from orbax_delta.errors import (
     FormatError,
     NotFoundError,
 )
+from orbax_delta.itemcopies import copy_own_packs, needed_records
 from orbax_delta.listing import Progress, url_of
 from orbax_delta.packcopies import PackCopier, Span
-from orbax_delta.stepcopies import StepFiles, copy_own_packs, needed_records
+from orbax_delta.stepcopies import StepFiles
 from orbax_delta.store import COMMIT_MARKER, STORE_NAME, DeltaStore, Folder
 from orbax_delta.storefiles import ARCHIVED_FILE, STORE_FILE
 

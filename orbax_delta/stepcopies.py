@@ -2,34 +2,28 @@
 
 On a local disk the copy has a temporary name until it is whole. In a bucket, and where
 a step comes back to a folder that is there, the MANIFESTs make it a step, and Orbax's
-markers come after them. Does not belong here: packs of a store, pins.
+markers come after them. Does not belong here: packs of a store, pins, what an item is
+made of (`itemcopies`).
 """
 
 import contextlib
 import dataclasses
-import fcntl
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from orbax_delta import archived, records, steps
-from orbax_delta.errors import (
-    ConflictError,
-    CorruptionError,
-    DeltaError,
-    StorageError,
-)
-from orbax_delta.manifests import MANIFEST_NAME, PART_NAME, Manifest, parse_manifest
-from orbax_delta.packcopies import PackCopier, Span, records_of
+from orbax_delta import localwrites
+from orbax_delta.errors import ConflictError, DeltaError, StorageError
+from orbax_delta.filecopies import copy_files, inner
+from orbax_delta.itemcopies import copy_items
+from orbax_delta.manifests import MANIFEST_NAME, PART_NAME, Manifest
 from orbax_delta.places import SELF_CONTAINED_PACKS, TEMPORARY_SUFFIX
 from orbax_delta.store import COMMIT_MARKER, Folder
 from orbax_delta.storefiles import ARCHIVED_FILE
 
 _logger = logging.getLogger("orbax_delta")
-
-_PIECE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +129,10 @@ def _copy_aside(
     temporary = Path(target.url, f"{files.name}{TEMPORARY_SUFFIX}")
     origin, copied = source.child(files.name), Folder(str(temporary))
     with _emptied(temporary):
-        written = _copy_contents(origin, copied, [*files.contents, *files.markers])
-        written += _copy_items(origin, copied, files.items)
+        written = copy_files(origin, copied, [*files.contents, *files.markers])
+        written += copy_items(origin, copied, files.items)
         for folder, _, _ in os.walk(temporary, topdown=False):
-            _sync_folder(Path(folder))
+            localwrites.sync_folder(Path(folder))
         confirm()
         _rename(temporary, Path(target.url, files.name))
     return written
@@ -173,6 +167,8 @@ def _lock(folder: Path, descriptor: int) -> None:
     Raises:
         ConflictError: Another process has it, or had it and has renamed it.
     """
+    import fcntl  # not on Windows, where folders cannot be opened in the first place
+
     alone = False
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         try:
@@ -194,20 +190,20 @@ def _rename(temporary: Path, final: Path) -> None:
             f"another process has written {final} meanwhile, which was left as it is "
             f"({error})"
         ) from error
-    _sync_folder(final.parent)
+    localwrites.sync_folder(final.parent)
 
 
 def _copy_in_place(
     source: Folder, target: Folder, files: StepFiles, confirm: Callable[[], None]
 ) -> int:
     origin, copied = source.child(files.name), target.child(files.name)
-    written = _copy_contents(origin, copied, files.contents)
-    written += _copy_items(origin, copied, files.items)
+    written = copy_files(origin, copied, files.contents)
+    written += copy_items(origin, copied, files.items)
     try:
         confirm()
     except ConflictError:
         for item in files.items:
-            _item(copied, item).delete(MANIFEST_NAME)
+            inner(copied, item).delete(MANIFEST_NAME)
         raise
     return written + _mark(origin, copied, files)
 
@@ -223,7 +219,7 @@ def _mark(origin: Folder, copied: Folder, files: StepFiles) -> int:
     A bucket has no renames, so that Orbax asks for a marker there: in the folder of the
     step, and in that of each item.
     """
-    written = _copy_contents(origin, copied, files.markers)
+    written = copy_files(origin, copied, files.markers)
     if not copied.is_local and COMMIT_MARKER not in files.markers:
         folders = {key.partition("/")[0] for key in files.others if "/" in key}
         for folder in sorted({*files.items, *folders} - {""}):
@@ -231,129 +227,3 @@ def _mark(origin: Folder, copied: Folder, files: StepFiles) -> int:
                 copied.write(f"{folder}/{COMMIT_MARKER}", b"")
         copied.write(COMMIT_MARKER, b"")
     return written
-
-
-def _item(step: Folder, item: str) -> Folder:
-    return step.child(item) if item else step
-
-
-def _copy_items(origin: Folder, copied: Folder, items: Mapping[str, Manifest]) -> int:
-    """Parts of all items, then their MANIFESTs."""
-    written = 0
-    for item, manifest in items.items():
-        here, there = _item(origin, item), _item(copied, item)
-        if manifest.self_contained:
-            needed = needed_records(manifest, here)
-            written += copy_own_packs(here, there, needed, strict=False)
-        for part in manifest.parts:
-            data = here.read(part.name)
-            if data is None or records.digest(data).hex() != part.digest:
-                what = "is missing" if data is None else "has another digest"
-                raise CorruptionError(f"the part {here.url}{part.name} {what}")
-            written += _put(there, part.name, data)
-    for item, manifest in items.items():
-        here, there = _item(origin, item), _item(copied, item)
-        data = here.read(MANIFEST_NAME)
-        where = here.url + MANIFEST_NAME
-        if data is None or parse_manifest(data, where=where).attempt != (
-            manifest.attempt
-        ):
-            raise ConflictError(f"{where} was deleted or replaced meanwhile")
-        written += _put_manifest(there, manifest, data)
-    return written
-
-
-def needed_records(manifest: Manifest, item: Folder) -> dict[str, set[Span]]:
-    """Every pack that a MANIFEST names, with the records that its rows need.
-
-    Raises:
-        CorruptionError: A part is missing or damaged.
-        FormatError: A part is none.
-    """
-    found = records_of(steps.read_rows(item, manifest))
-    return {pack: found.get(pack, set()) for pack in manifest.packs}
-
-
-def copy_own_packs(
-    here: Folder, there: Folder, needed: Mapping[str, set[Span]], *, strict: bool
-) -> int:
-    """Copy the packs of a self-contained item; returns the bytes written."""
-    copier = PackCopier(
-        here.child(SELF_CONTAINED_PACKS), there.child(SELF_CONTAINED_PACKS)
-    )
-    return sum(copier.bring(needed, strict=strict))
-
-
-def _put(folder: Folder, key: str, data: bytes) -> int:
-    """Write a file that nobody else writes; what is there already must be the same."""
-    found = folder.read(key)
-    if found is not None and found != data:
-        raise ConflictError(
-            f"{folder.url}{key} is there with other content and was left as it is. "
-            "Another step lies there, or a file was changed: delete it, or choose "
-            "another folder"
-        )
-    if found is None:
-        folder.replace(key, data)
-    return 0 if found is not None else len(data)
-
-
-def _put_manifest(folder: Folder, manifest: Manifest, data: bytes) -> int:
-    if folder.create(MANIFEST_NAME, data):
-        if folder.read(MANIFEST_NAME) != data:
-            raise StorageError(f"{folder.url}{MANIFEST_NAME} does not read back")
-        return len(data)
-    there = steps.read_manifest(folder)
-    if there is None or not archived.is_same_save(there, manifest):
-        raise ConflictError(f"{folder.url} holds another step, which was left as it is")
-    return 0
-
-
-# --- files of others ------------------------------------------------------------------
-
-
-def _copy_contents(origin: Folder, copied: Folder, keys: Sequence[str]) -> int:
-    return sum(_copy_file(origin, copied, key) for key in keys)
-
-
-def _copy_file(origin: Folder, copied: Folder, key: str) -> int:
-    above, _, name = key.rpartition("/")
-    here, there = (_item(folder, above) for folder in (origin, copied))
-    fresh = there.is_local and not os.path.lexists(there.url + name)
-    if here.is_local and fresh:
-        return _stream(Path(here.url, name), Path(there.url, name))
-    data = here.read(name)
-    if data is None:
-        raise ConflictError(f"{here.url}{name} was deleted meanwhile")
-    return _put(there, name, data)
-
-
-def _stream(source: Path, target: Path) -> int:
-    """Copy a file of any size, durably, and read it back."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}{TEMPORARY_SUFFIX}")
-    with source.open("rb") as read, partial.open("wb") as write:
-        shutil.copyfileobj(read, write, _PIECE_BYTES)
-        write.flush()
-        os.fsync(write.fileno())
-    partial.replace(target)
-    _sync_folder(target.parent)
-    if not _are_equal(source, target):
-        raise StorageError(f"{target} does not read back as it was written")
-    return target.stat().st_size
-
-
-def _are_equal(one: Path, other: Path) -> bool:
-    with one.open("rb") as left, other.open("rb") as right:
-        while piece := left.read(_PIECE_BYTES):
-            if right.read(_PIECE_BYTES) != piece:
-                return False
-        return not right.read(1)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

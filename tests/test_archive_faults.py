@@ -23,7 +23,7 @@ from etils import epath
 from strategies import STORE, assert_same_tree, labelled, little_state, open_run
 
 import orbax_delta
-from orbax_delta import check, listing, packcopies, prune, stepcopies, testing
+from orbax_delta import check, filecopies, listing, packcopies, prune, testing
 from orbax_delta.errors import ConflictError, NotFoundError, StorageError
 from orbax_delta.store import COMMIT_MARKER, DeltaStore, Folder
 
@@ -401,7 +401,7 @@ def test_files_of_others_that_go_meanwhile(small, tmp_path, monkeypatch, what):
     root, cold = tmp_path / "run", tmp_path / "cold"
     shutil.copytree(small, root)
     (root / "1" / "notes").write_text("mine")
-    real = stepcopies._stream
+    real = filecopies._stream
 
     def stream(source, target):
         if source.name == "notes":
@@ -411,7 +411,7 @@ def test_files_of_others_that_go_meanwhile(small, tmp_path, monkeypatch, what):
                 raise OSError(errno.ENOSPC, "no space left")
         return real(source, target)
 
-    monkeypatch.setattr(stepcopies, "_stream", stream)
+    monkeypatch.setattr(filecopies, "_stream", stream)
     report = orbax_delta.archive(root, cold, steps=[0, 1], move=True)
     kind = ConflictError if what == "file" else StorageError
     assert [type(step.error) for step in report.steps] == [type(None), kind]
