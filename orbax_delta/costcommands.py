@@ -1,19 +1,13 @@
-"""The commands about costs: `orbax-delta history|du|diff|watch|advise`.
+"""The commands about costs: `orbax-delta history|du|diff|advise`, and `watch`.
 
 Like all of `cli` they start without jax. Does not belong here: what they show
-(`costviews`, `costdocuments`), anything that is worked out.
+(`costviews`, `costdocuments`), anything that is worked out, following a run
+(`watchcommand`).
 """
 
-import contextlib
-import json
-import re
 from pathlib import Path
 
 import click
-import rich.box
-from rich.console import Group
-from rich.live import Live
-from rich.text import Text
 
 from orbax_delta import (
     advice,
@@ -25,38 +19,24 @@ from orbax_delta import (
     prometheus,
     usage,
     views,
-    watching,
 )
-from orbax_delta.costs import Costs
-from orbax_delta.errors import CorruptionError, DeltaError, InvalidInputError
+from orbax_delta.errors import CorruptionError, InvalidInputError
 from orbax_delta.listing import url_of
-from orbax_delta.terminal import bars, json_option, print_json, root_argument
+from orbax_delta.terminal import (
+    bars,
+    json_option,
+    print_json,
+    prometheus_option,
+    root_argument,
+    seconds_of,
+)
+from orbax_delta.watchcommand import watch
 
-_WATCHED_SAVES = 15
+_MOST_HOSTS = 10**9
 
 _plot = click.option(
     "--plot", type=click.Path(path_type=Path), help="Write a PNG here."
 )
-_prometheus = click.option(
-    "--prometheus",
-    "metrics",
-    type=click.Path(path_type=Path),
-    help="Write metrics here, for the textfile collector of node-exporter.",
-)
-
-
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
-
-
-def _seconds(text: str) -> float:
-    """Seconds of a time such as `90`, `15m`, `12h` or `2.5d`."""
-    found = _TIME.fullmatch(text)
-    if found is None:
-        raise click.BadParameter(
-            f"{text!r} is no time; expected 90, 90s, 15m, 12h or 2.5d"
-        )
-    return float(found[1]) * _UNITS[found[2]]
 
 
 def add_to(commands: click.Group) -> None:
@@ -68,7 +48,7 @@ def add_to(commands: click.Group) -> None:
 @click.command()
 @root_argument
 @_plot
-@_prometheus
+@prometheus_option
 @json_option
 def history(root: str, plot: Path | None, metrics: Path | None, as_json: bool) -> int:
     """Show what each save to ROOT has cost.
@@ -81,6 +61,9 @@ def history(root: str, plot: Path | None, metrics: Path | None, as_json: bool) -
         known = costs.read(url_of(root), progress)
     if metrics:
         prometheus.write(metrics, known)
+    # Before anything is printed, so that JSON is one document if it fails.
+    if plot and known.saves:
+        costplots.draw_history(costs.by_step(known.saves), plot)
     document = costdocuments.of_history(known, costs.forecast(known))
     if as_json:
         print_json(document)
@@ -93,8 +76,6 @@ def history(root: str, plot: Path | None, metrics: Path | None, as_json: bool) -
             *costviews.forecast_lines(document["forecast"]),
             *document["problems"],
         )
-    if plot and known.saves:
-        costplots.draw_history(costs.by_step(known.saves), plot)
     return known.exit_code
 
 
@@ -162,84 +143,21 @@ def diff(root: str, before: str, after: str, as_json: bool) -> int:
 @click.command()
 @root_argument
 @click.option(
-    "--interval",
-    type=click.FloatRange(min=0.1),
-    default=5.0,
-    show_default=True,
-    help="Seconds between two looks.",
-)
-@_prometheus
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object a line for each save.",
-)
-def watch(root: str, interval: float, metrics: Path | None, as_json: bool) -> int:
-    """Follow the saves to ROOT until Ctrl-C.
-
-    On a terminal a table that is kept up to date, elsewhere a line for each save. ROOT
-    need not be there yet.
-    """
-    out = views.console()
-    live = None if as_json or not out.is_terminal else Live(console=out)
-    seen: set[tuple[str, str, int]] = set()
-    try:
-        with live or contextlib.nullcontext():
-            for found in watching.follow(url_of(root), seconds=interval):
-                if live:
-                    live.update(_picture(root, found, out.width), refresh=True)
-                if not isinstance(found, Costs):
-                    continue
-                fresh = [save for save in found.saves if save.identity not in seen]
-                seen.update(save.identity for save in fresh)
-                if metrics and fresh:
-                    prometheus.write(metrics, found)
-                for save in () if live else fresh:
-                    document = costdocuments.of_save(save)
-                    line = json.dumps(document) if as_json else None
-                    click.echo(line or views.plain(costviews.save_line(document)))
-    except KeyboardInterrupt:
-        pass  # how one leaves it
-    return 0
-
-
-def _picture(root: str, found: Costs | DeltaError | None, width: int) -> Group:
-    """What the terminal shows after one look."""
-    if found is None:
-        return Group(Text(views.plain(f"Nothing has been saved to {root} yet.")))
-    if isinstance(found, DeltaError):
-        return Group(Text(views.plain(str(found)), style="red"))
-    document = costdocuments.of_history(found, costs.forecast(found))
-    table = costviews.history_table(document["saves"][-_WATCHED_SAVES:], width)
-    table.box = rich.box.SIMPLE_HEAD
-    lines = [
-        *costviews.restore_lines(document),
-        *costviews.forecast_lines(document["forecast"]),
-        *document["problems"],
-        f"Saves known: {len(document['saves'])}. Ctrl-C ends.",
-    ]
-    return Group(table, *(Text(views.plain(line)) for line in lines))
-
-
-@click.command()
-@root_argument
-@click.option(
     "--mtbf",
-    type=_seconds,
+    type=seconds_of,
     metavar="TIME",
     help="Mean time between failures of the job.",
 )
-@click.option("--hosts", type=click.IntRange(min=1), help="Hosts of the job.")
+@click.option("--hosts", type=click.IntRange(1, _MOST_HOSTS), help="Hosts of the job.")
 @click.option(
     "--host-mtbf",
-    type=_seconds,
+    type=seconds_of,
     metavar="TIME",
     help="Mean time between failures of one host.",
 )
 @click.option(
     "--restart",
-    type=_seconds,
+    type=seconds_of,
     metavar="TIME",
     default="0",
     show_default=True,
@@ -247,7 +165,7 @@ def _picture(root: str, found: Costs | DeltaError | None, width: int) -> Group:
 )
 @click.option(
     "--restore",
-    type=_seconds,
+    type=seconds_of,
     metavar="TIME",
     help="Time of a restore; without it as measured.",
 )
@@ -294,6 +212,8 @@ def advise(
         restore=restore,
         keep=keep,
     )
+    if plot:
+        costplots.draw_advice(found, plot)
     document = costdocuments.of_advice(known.root.folder.url, found)
     if as_json:
         print_json(document)
@@ -301,6 +221,4 @@ def advise(
         out = views.console()
         views.show(out, costviews.advice_table(document))
         views.say(out, *costviews.advice_lines(document), *known.damaged)
-    if plot:
-        costplots.draw_advice(found, plot)
     return known.exit_code

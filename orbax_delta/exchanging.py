@@ -154,9 +154,11 @@ def _function(text: str) -> Callable[[tuple[str, ...]], str]:
         found: Callable[[tuple[str, ...]], str] = getattr(
             importlib.import_module(module), name
         )
-    except (ImportError, AttributeError, ValueError) as error:
+        if not callable(found):
+            raise TypeError(f"{name} is a {type(found).__name__}")
+    except Exception as error:  # a module of somebody else is run
         raise InvalidInputError(
-            f"--names {text}: there is no such function ({error}); expected "
-            "MODULE:FUNCTION, as mapping:to_hugging_face"
+            f"--names {text}: there is no such function ({type(error).__name__}: "
+            f"{error}); expected MODULE:FUNCTION, as mapping:to_hugging_face"
         ) from error
     return found

@@ -10,7 +10,12 @@ import os
 from collections.abc import Callable, Collection, Sequence
 
 from orbax_delta import bases, lost, prune, steps
-from orbax_delta.errors import DeltaError, NotFoundError, StorageError
+from orbax_delta.errors import (
+    DeltaError,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+)
 from orbax_delta.manifests import MANIFEST_NAME, Manifest
 from orbax_delta.places import (
     MAX_MANIFEST_DEPTH,
@@ -32,8 +37,24 @@ _MAX_NAMED = 12
 
 
 def url_of(root: str | os.PathLike[str]) -> str:
-    """A root as it is wherever the process was started."""
+    """A root as it is wherever the process was started.
+
+    Raises:
+        InvalidInputError: It is an empty text, as of a shell's variable that is not
+            set, or no UTF-8, which TensorStore insists on.
+    """
     text = os.fspath(root)
+    if not text:
+        raise InvalidInputError(
+            "the path is an empty text; name a folder, or . for the one you are in"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"the path {text!r:.300} cannot be written in UTF-8; give the folder "
+            "another name, or go into it and name it ."
+        ) from error
     return text if "://" in text else os.path.abspath(text)
 
 

@@ -119,6 +119,19 @@ def _label(text: str) -> str:
     return escaped.encode("utf-8", "backslashreplace").decode()
 
 
+def require_folder(path: Path) -> None:
+    """Say at once what every later `write` would run into.
+
+    Raises:
+        StorageError: The folder of the file is not there.
+
+    Example:
+        >>> require_folder(Path("/metrics/run.prom"))  # doctest: +SKIP
+    """
+    if not path.absolute().parent.is_dir():
+        raise _refused(path, "there is no such folder")
+
+
 def write(path: Path, costs: Costs) -> None:
     """Write the file as a whole: who reads it meanwhile sees the old or the new one.
 
@@ -142,7 +155,11 @@ def write(path: Path, costs: Costs) -> None:
             with contextlib.suppress(OSError):
                 beside.unlink(missing_ok=True)
     except OSError as error:
-        raise StorageError(
-            f"could not write the metrics to {path}: {error}; name a file in a folder "
-            "that is there and may be written to"
-        ) from error
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, why: object) -> StorageError:
+    return StorageError(
+        f"could not write the metrics to {path}: {why}; name a file in a folder that "
+        "is there and may be written to"
+    )

@@ -5,7 +5,9 @@ Does not belong here: any command, what tables hold (`views`).
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +21,32 @@ root_argument = click.argument("root", metavar="ROOT")
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
 )
+prometheus_option = click.option(
+    "--prometheus",
+    "metrics",
+    type=click.Path(path_type=Path),
+    help="Write metrics here, for the textfile collector of node-exporter.",
+)
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of a time such as `90`, `15m`, `12h` or `2.5d`.
+
+    >>> seconds_of("90"), seconds_of("2.5d")
+    (90.0, 216000.0)
+
+    Raises:
+        click.BadParameter: It is none.
+    """
+    found = _TIME.fullmatch(text)
+    if found is None:
+        raise click.BadParameter(
+            f"{text!r} is no time; expected 90, 90s, 15m, 12h or 2.5d"
+        )
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def print_json(document: Any) -> None:

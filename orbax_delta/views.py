@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import rich.box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +18,7 @@ from orbax_delta.reports import human_bytes
 _MAX_NAMED = 8
 _MAX_ROWS = 20
 _PIPE_WIDTH = 10_000
+_LEAST_NAME_WIDTH = 12
 
 
 def console() -> Console:
@@ -55,12 +57,27 @@ def show(out: Console, table: Table) -> None:
     """Print a table: ruled on a terminal, otherwise plain columns."""
     if out.is_terminal:
         table.box, table.padding = rich.box.SIMPLE_HEAD, (0, 0, 0, 0)
-        out.print(table)
+        least, terminal = _least_width(table), out.width
+        # A figure that is cut off reads as another one; rather let the terminal wrap.
+        out.width = max(least, terminal)
+        out.print(table, soft_wrap=least > terminal)
+        out.width = terminal
         return
     table.box, table.padding = None, (0, 2, 0, 0)
     with out.capture() as capture:
         out.print(table)
     say(out, *(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _least_width(table: Table) -> int:
+    """What a ruled table takes so that no figure is cut off and no name vanishes."""
+    widths = []
+    for column in table.columns:
+        cells = (str(cell) for cell in (column.header, *column.cells))
+        full = max(map(cell_len, cells))
+        column.min_width = full if column.no_wrap else min(full, _LEAST_NAME_WIDTH)
+        widths.append(column.min_width)
+    return sum(widths) + len(widths) + 1  # the ruling
 
 
 class _PlainTable(Table):

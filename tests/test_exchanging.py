@@ -1,6 +1,7 @@
 """The commands `export` and `import`: what they say, their JSON, their exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -81,6 +82,27 @@ def test_options_of_safetensors(made, tmp_path, command, monkeypatch):
     )
     assert code == 2
     assert "--shard-bytes and --names are for --to safetensors; leave them" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def f(:", r"SyntaxError"),
+        ("raise RuntimeError('at import')", "RuntimeError: at import"),
+        ("f = 3", "TypeError: f is a int"),
+        ("def f(path):\n    return path[9]", "fails at leaf .* IndexError"),
+    ],
+)
+def test_modules_that_fail(made, tmp_path, command, monkeypatch, text, why):
+    """A function of somebody else fails in its own way; it is said where."""
+    name = f"names_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    to = ["--to", "safetensors", "--include", "params/*", "--names", f"{name}:f"]
+    code, _, err = command("export", made, 3, tmp_path / "out", *to)
+    assert code == 2
+    assert re.search(why, err)
+    assert not (tmp_path / "out").exists()
 
 
 def test_errors_have_their_codes(made, tmp_path, command):

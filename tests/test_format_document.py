@@ -449,7 +449,7 @@ def test_limits_are_those_of_the_code():
         frames._MAX_EXPANSION,
         frames.FREE_TEXT_BYTES,
         frames.MAX_TEXT_RATIO,
-        trees._MAX_DEPTH,
+        trees.MAX_DEPTH,
         fields.MAX_METADATA_DEPTH,
         places.MAX_MANIFEST_DEPTH,
         options.MAX_CHUNK_BYTES,
