@@ -157,11 +157,11 @@ def _require_there(items: Sequence[Item]) -> None:
     Raises:
         NotFoundError: A step has gone, or was saved again.
     """
+    steps.let_deletions_end()
     for item in items:
         if item.manifest is None:
             continue
-        again = steps.read_manifest(item.place.folder)
-        if again is None or again.attempt != item.manifest.attempt:
+        if steps.is_gone(item.place.folder, item.manifest.attempt):
             raise NotFoundError(
                 f"step {item.step} went away while it was compared; a run that saves "
                 "to this root deletes steps"

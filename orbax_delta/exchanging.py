@@ -6,6 +6,7 @@ command runs: they need jax.
 
 import dataclasses
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -141,8 +142,12 @@ def _done(report: Any, verb: str, as_json: bool) -> int:
 
 
 def _stay_on_host() -> None:
-    """Nothing is computed here, and an accelerator may be somebody else's."""
+    """Nothing is computed here, and an accelerator may be somebody else's.
+
+    What Orbax logs of a failure is what the command says, with a stack for each thread.
+    """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 def _function(text: str) -> Callable[[tuple[str, ...]], str]:

@@ -6,6 +6,7 @@ belong here: how a form is read.
 
 import operator
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +83,7 @@ def import_checkpoint(
     try:
         source = _opened(os.fspath(path), split).select(include)
         _require_storable(source)
+        _require_writable(url_of(root))
         saved = _save(source.counted(progress), url_of(root), number, item)
     except DeltaError:
         raise
@@ -129,6 +131,17 @@ def _require_storable(source: Source) -> None:
                 f"leaf {leaf.entry.name:.300} of {source.label} {problem:.300}, which "
                 "no step can hold; leave it out by choosing other leaves"
             )
+
+
+def _require_writable(url: str) -> None:
+    """Before Orbax tries: of a folder that cannot be made it waits for five minutes.
+
+    Raises:
+        OSError: The system refuses it.
+    """
+    if "://" not in url:
+        os.makedirs(url, exist_ok=True)
+        os.rmdir(tempfile.mkdtemp(prefix=".", suffix=".importing", dir=url))
 
 
 def _save(source: Source, url: str, step: int, item: str) -> SaveReport:

@@ -183,6 +183,7 @@ def read_root(url: str, progress: Progress = no_progress) -> Root:
     kept.sort(key=lambda item: item.manifest.wall_time if item.manifest else 0.0)
     items = [item for item in items if not item.is_base]
     items += _lost_items(store, {item.key for item in items})
+    items = _without_deleted(items)
     items.sort(key=lambda item: (item.place.step is None, item.place.step, item.key))
     root = Root(
         folder=folder,
@@ -264,6 +265,24 @@ def _lost_items(store: DeltaStore, known: Collection[str]) -> list[Item]:
         _lost_item(store.root, key, part)
         for key, part in lost.lost_manifests(store, parts, known).items()
     ]
+
+
+def _without_deleted(items: Sequence[Item]) -> list[Item]:
+    """The same without what is just being deleted, which reads as damage."""
+    if any(item.error is not None for item in items):
+        steps.let_deletions_end()
+    return [item for item in items if item.error is None or not _is_deleted(item)]
+
+
+def _is_deleted(item: Item) -> bool:
+    try:
+        gone = steps.is_gone(item.place.folder)
+    except DeltaError:
+        return False  # it is there, and damaged
+    return gone and (
+        not item.lost_part
+        or item.place.folder.read(item.lost_part.rpartition("/")[2]) is None
+    )
 
 
 def _lost_item(folder: Folder, key: str, part: str) -> Item:

@@ -7,6 +7,7 @@ import gc
 import logging
 import operator
 import os
+import time
 from collections.abc import Iterator, Sequence
 
 from orbax_delta import chunks, dtypes, parts, records
@@ -28,6 +29,7 @@ from orbax_delta.storefiles import ROOT_FILE, STORE_FILE
 
 _logger = logging.getLogger("orbax_delta")
 
+_DELETION_SECONDS = 0.1
 _RULE_AND_BOX = operator.attrgetter("rule", "box")
 
 
@@ -110,6 +112,30 @@ def open_step(place: Place) -> Step:
         packs=store.packs if store else item.child(SELF_CONTAINED_PACKS),
         root_url=store.root.url.rstrip("/") if store else None,
     )
+
+
+def let_deletions_end() -> None:
+    """Wait a moment before a step in which something is missing is called damaged.
+
+    A deletion takes one file after the other: half of it reads as damage.
+    """
+    time.sleep(_DELETION_SECONDS)
+
+
+def is_gone(item: Folder, attempt: str | None = None) -> bool:
+    """Whether a step has been deleted, or saved again.
+
+    Args:
+        item: Folder of the item.
+        attempt: What its MANIFEST said; None: that does not matter.
+
+    Raises:
+        StorageError: The storage failed.
+        FormatError: There is a MANIFEST, which cannot be read.
+        CorruptionError: The same.
+    """
+    manifest = read_manifest(item)
+    return manifest is None or (attempt is not None and manifest.attempt != attempt)
 
 
 def read_manifest(item: Folder) -> Manifest | None:

@@ -140,6 +140,28 @@ def test_progress_on_a_terminal(made, tmp_path, monkeypatch, capfd):
     assert "chunks" in capfd.readouterr().err
 
 
+def test_an_import_that_fails_ends(made, tmp_path):
+    """At once, with one line: of a folder that it cannot make Orbax waits for long."""
+    save(tmp_path / "run", {"w": np.arange(9000.0)})
+    out = tmp_path / "out"
+    assert (
+        cli.main(["export", str(tmp_path / "run"), "3", str(out), "--to", "orbax"]) == 0
+    )
+    (out / "w" / "0").unlink()
+    (tmp_path / "file").write_text("mine")
+    for root, code in (("file", 30), ("back", 22)):
+        done = subprocess.run(
+            [sys.executable, "-m", "orbax_delta", "import", out, tmp_path / root, "0"],
+            capture_output=True,
+            text=True,
+            timeout=200,  # seconds; Orbax would take 300
+        )
+        assert done.returncode == code
+        assert done.stdout == ""
+        assert "Traceback" not in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("orbax-delta: ")
+
+
 def test_in_a_process_of_its_own(made, tmp_path):
     """Nothing but the line is said, whatever Orbax logs; accelerators stay alone."""
     program = "import sys; from orbax_delta import cli; code = cli.main(sys.argv[1:]);"

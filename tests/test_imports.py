@@ -466,8 +466,9 @@ def test_what_the_system_refuses(tmp_path):
     """A root below a file, a source of too long a name, a link to nothing."""
     stock(tmp_path / "stock", {"w": np.ones(3)})
     (tmp_path / "file").write_text("mine")
-    for root in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(StorageError, match=r"could not import .*Not a directory"):
+    refused = {tmp_path / "file": "File exists", tmp_path / "file" / "x": "Not a dir"}
+    for root, words in refused.items():
+        with pytest.raises(StorageError, match=rf"could not import .*{words}"):
             import_checkpoint(tmp_path / "stock", root, 0)
     with pytest.raises(StorageError, match=r"could not import .*name too long"):
         import_checkpoint("/" + "x" * 500, tmp_path / "run", 0)
