@@ -20,7 +20,7 @@ from orbax_delta import (
     usage,
     views,
 )
-from orbax_delta.errors import CorruptionError, InvalidInputError
+from orbax_delta.errors import InvalidInputError
 from orbax_delta.listing import url_of
 from orbax_delta.terminal import (
     bars,
@@ -32,6 +32,11 @@ from orbax_delta.terminal import (
 )
 from orbax_delta.watchcommand import watch
 
+_ADVICE = """\b
+Examples:
+  orbax-delta advise run --mtbf 12h
+  orbax-delta advise run --hosts 64 --host-mtbf 20d --restart 5m
+"""
 _MOST_HOSTS = 10**9
 
 _plot = click.option(
@@ -53,7 +58,8 @@ def add_to(commands: click.Group) -> None:
 def history(root: str, plot: Path | None, metrics: Path | None, as_json: bool) -> int:
     """Show what each save to ROOT has cost.
 
-    Also saves of steps that are gone.
+    Also saves of steps that are gone, the last restore, and what storage the next saves
+    will take. Times are in seconds, kB and MB are thousands and millions of bytes.
     """
     if plot:
         costplots.require_matplotlib()
@@ -122,7 +128,8 @@ def diff(root: str, before: str, after: str, as_json: bool) -> int:
     """Show which leaves differ between two steps of ROOT.
 
     How many elements of which leaves have other bits in step B than in step A, and of
-    floats by how much. Chunks with equal digests are not read.
+    floats by how much. Chunks with equal digests are not read. A step is as
+    `orbax-delta ls` names it; also the folder of a kept base.
     """
     with bars() as progress:
         found = differing.between(url_of(root), before, after, progress=progress)
@@ -136,11 +143,10 @@ def diff(root: str, before: str, after: str, as_json: bool) -> int:
             if table.row_count:
                 views.show(out, table)
             views.say(out, *costviews.diff_lines(item))
-    damaged = any(item.damaged for item in found)
-    return CorruptionError.exit_code if damaged else 0
+    return next((item.exit_code for item in found if item.exit_code), 0)
 
 
-@click.command()
+@click.command(epilog=_ADVICE)
 @root_argument
 @click.option(
     "--mtbf",
@@ -159,7 +165,7 @@ def diff(root: str, before: str, after: str, as_json: bool) -> int:
     "--restart",
     type=seconds_of,
     metavar="TIME",
-    default="0",
+    default="0s",
     show_default=True,
     help="From a failure until the restore begins.",
 )

@@ -88,7 +88,8 @@ def _name_steps(panel: "matplotlib.axes.Axes", names: Sequence[str]) -> None:
     """Ticks at some saves, with the names of their steps."""
     every = max(1, math.ceil(len(names) / 8))
     places = range(1, len(names) + 1, every)
-    panel.set_xticks(list(places), [names[place - 1][:12] for place in places])
+    shown = [names[place - 1][:12] for place in places]
+    panel.set_xticks(list(places), shown, parse_math=False)  # $ is a dollar
 
 
 def draw_advice(found: Advice, path: Path) -> None:

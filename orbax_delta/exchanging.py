@@ -22,6 +22,17 @@ from orbax_delta.terminal import bars, json_option, print_json, root_argument
 
 _FORMS = ("delta", "orbax", "safetensors")
 
+_EXPORTS = """\b
+Examples:
+  orbax-delta export run 1000 alone --to delta
+  orbax-delta export run 1000 weights --to safetensors --include "params/*"
+"""
+_IMPORTS = """\b
+Examples:
+  orbax-delta import checkpoints/1000/default run 0
+  orbax-delta import model.safetensors run 0 --include "layers/*"
+"""
+
 _include = click.option(
     "--include",
     multiple=True,
@@ -36,11 +47,13 @@ def add_to(commands: click.Group) -> None:
         commands.add_command(command)
 
 
-@click.command()
+@click.command(epilog=_EXPORTS)
 @root_argument
 @click.argument("step", metavar="STEP")
 @click.argument("target", metavar="TARGET")
-@click.option("--to", "form", type=click.Choice(_FORMS), required=True)
+@click.option(
+    "--to", "form", type=click.Choice(_FORMS), required=True, help="What to write."
+)
 @click.option("--item", help="Which item of the step, if it has several.")
 @_include
 @click.option(
@@ -70,7 +83,9 @@ def export(
     """Write STEP of ROOT to the folder TARGET, for somewhere else.
 
     As a delta folder that needs no store, as a plain Orbax checkpoint, or as
-    safetensors in the layout of Hugging Face. TARGET must not be there.
+    safetensors in the layout of Hugging Face. TARGET must not be there, and is on this
+    machine; ROOT may be a bucket. STEP is as `orbax-delta ls` names it, or the folder
+    of a kept base.
     """
     _stay_on_host()
     from orbax_delta import exports
@@ -98,11 +113,13 @@ def export(
     return _done(report, "Wrote", as_json)
 
 
-@click.command("import")
+@click.command("import", epilog=_IMPORTS)
 @click.argument("path", metavar="SOURCE")
 @click.argument("root", metavar="ROOT")
 @click.argument("step", metavar="STEP", type=click.IntRange(min=0))
-@click.option("--item", default="default", show_default=True, help="Its name.")
+@click.option(
+    "--item", default="default", show_default=True, help="Name of the new item."
+)
 @_include
 @json_option
 def import_(
@@ -116,7 +133,8 @@ def import_(
     """Save SOURCE as STEP of ROOT, so that a run can go on from it with deltas.
 
     SOURCE is a plain Orbax checkpoint, a safetensors file or a folder of them, or
-    the item's folder of a delta step. STEP must not be there, ROOT may.
+    the item's folder of a delta step, on this machine. STEP is a number that must not
+    be there; ROOT may be there or not, and may be a bucket.
     """
     _stay_on_host()
     from orbax_delta import imports

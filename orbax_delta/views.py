@@ -3,7 +3,7 @@
 Does not belong here: reading anything, deciding what is shown.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import rich.box
@@ -37,6 +37,9 @@ _CONTROLS = {
 }
 
 
+_BREAKS = {ord(char): f"\\x{ord(char):02x}" for char in "\t\n"}
+
+
 def plain(text: str) -> str:
     r"""`text` without what makes a terminal do something.
 
@@ -63,10 +66,22 @@ def show(out: Console, table: Table) -> None:
         out.print(table, soft_wrap=least > terminal)
         out.width = terminal
         return
-    table.box, table.padding = None, (0, 2, 0, 0)
-    with out.capture() as capture:
-        out.print(table)
-    say(out, *(line.rstrip() for line in capture.get().splitlines()))
+    out.file.writelines(f"{line}\n" for line in _plain_lines(table))
+
+
+def _plain_lines(table: Table) -> Iterator[str]:
+    """Lines of a table for a pipe; for thousands rich would take seconds."""
+    columns = []
+    for column in table.columns:
+        header = [str(column.header)] if table.show_header else []
+        cells = [*header, *map(str, column.cells)]
+        width = max(map(cell_len, cells), default=0)
+        pads = (" " * (width - cell_len(cell)) for cell in cells)
+        right = column.justify == "right"
+        columns.append(
+            [pad + cell if right else cell + pad for cell, pad in zip(cells, pads)]
+        )
+    return ("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def _least_width(table: Table) -> int:
@@ -81,11 +96,12 @@ def _least_width(table: Table) -> int:
 
 
 class _PlainTable(Table):
-    """A table of texts that no terminal obeys."""
+    """A table of texts that no terminal obeys, and of a line each."""
 
     def add_row(self, *cells: Any, **named: Any) -> None:
         """As Table's; every cell is a str."""
-        super().add_row(*map(plain, cells), **named)
+        lines = (plain(cell).translate(_BREAKS) for cell in cells)
+        super().add_row(*lines, **named)
 
 
 def columns_table(left: Iterable[str], right: Iterable[str]) -> Table:

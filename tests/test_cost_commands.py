@@ -1,5 +1,6 @@
 """The commands about costs: what each shows, its JSON, its exit codes, its plots."""
 
+import dataclasses
 import json
 import os
 import pty
@@ -226,6 +227,11 @@ def test_diff_of_damage(root, command):
     assert code == errors.CorruptionError.exit_code
     assert roots.lines_of(out)[1][:2] == ["w", "damaged"]
     assert "w: leaf w, chunk [0:900]" in out
+    packs = root / STORE / "packs"
+    for pack in packs.iterdir():
+        pack.unlink()
+        pack.mkdir()  # which the system refuses to read, whatever is in it
+    assert command("diff", root, 0, 1)[0] == errors.StorageError.exit_code
 
 
 # --- advise ---------------------------------------------------------------------------
@@ -306,8 +312,9 @@ def test_plots_of_long_and_short_runs(tmp_path):
         full_bytes=8,
         is_full=True,
     )
-    for count in (1, 200):
-        costplots.draw_history([step] * count, tmp_path / "run.png")
+    odd = dataclasses.replace(step, step="$\\foo$")  # no formula
+    for steps in ([step], [step] * 200, [odd]):
+        costplots.draw_history(steps, tmp_path / "run.png")
         assert (tmp_path / "run.png").read_bytes().startswith(PNG)
 
 
