@@ -6,12 +6,10 @@ not belong here: events inside the job (`monitoring`).
 """
 
 import collections
-import contextlib
-import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from orbax_delta import wholefiles
 from orbax_delta.costs import Costs
 from orbax_delta.errors import StorageError
 from orbax_delta.history import RestoreCost, SaveCost
@@ -145,15 +143,8 @@ def write(path: Path, costs: Costs) -> None:
     Example:
         >>> write(Path("/metrics/run.prom"), costs.read(root))  # doctest: +SKIP
     """
-    # Not *.prom: a collector must not take it for another file.
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        try:
-            beside.write_text(exposition(costs), encoding="utf-8")
-            os.replace(beside, path)
-        finally:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
+        wholefiles.replace(path, exposition(costs).encode())
     except OSError as error:
         raise _refused(path, error) from error
 

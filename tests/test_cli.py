@@ -526,6 +526,20 @@ def test_exit_codes_are_documented(command):
     assert listed["22"] == "damage found"
 
 
+def test_an_output_that_is_full(made):
+    """One plain message; a script that keeps what is printed must see it."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "orbax_delta", "ls", made],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode != 0
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_interruption(monkeypatch, command):
     """Ctrl-C is said and has its own exit code."""
 

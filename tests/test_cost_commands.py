@@ -1,8 +1,10 @@
 """The commands about costs: what each shows, its JSON, its exit codes, its plots."""
 
 import dataclasses
+import errno
 import json
 import os
+import pathlib
 import pty
 import re
 import select
@@ -328,6 +330,24 @@ def test_a_plot_that_cannot_be_written(made, tmp_path, command, document, name):
     assert f"could not write the plot to {where}" in err
     code, found = document(name, made, *more, "--plot", where)  # one document
     assert (code, found["error"]["kind"]) == (errors.StorageError.exit_code, "storage")
+
+
+def test_a_plot_that_fails_leaves_the_old_one(made, tmp_path, command, monkeypatch):
+    """A full disk, or whatever else."""
+    path = tmp_path / "x.png"
+    assert command("history", made, "--plot", path)[0] == 0
+    old = path.read_bytes()
+
+    def full(self, data):
+        self.open("xb").close()
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    code, _, err = command("history", made, "--plot", path)
+    assert code == errors.StorageError.exit_code
+    assert "could not write the plot to" in err
+    assert path.read_bytes() == old
+    assert [file.name for file in tmp_path.iterdir()] == ["x.png"]
 
 
 def test_a_plot_without_matplotlib(made, tmp_path, command, monkeypatch):
