@@ -21,6 +21,7 @@ import orbax_delta
 
 DELTA, ORBAX, RAW = "orbax_delta", "Orbax", "Orbax uncompressed"
 HANDLERS = (DELTA, ORBAX, RAW)
+SEALED = "orbax_delta, encrypted"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,9 +131,16 @@ def _ready(leaf: Any) -> Any:
     return leaf.block_until_ready() if hasattr(leaf, "block_until_ready") else leaf
 
 
+def _secret(_: str) -> bytes:
+    return bytes(range(32))
+
+
 def _registry(handler: str) -> Any:
     if handler == DELTA:
         return orbax_delta.handler_registry()
+    if handler == SEALED:
+        key = orbax_delta.Encryption(key=_secret, key_id="of the benchmark")
+        return orbax_delta.handler_registry(encryption=key)
     if handler == ORBAX:
         return None
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
@@ -166,8 +174,8 @@ def sample(handler: str, states: Sequence[State], folder: pathlib.Path) -> Sampl
     if not pagecache.in_memory(folder) and pagecache.drop(root):
         cold = _restore_seconds(handler, root, last, states[last])
     warm = None
-    if handler == DELTA and last:
-        warm = _follow_seconds(root, last, states)
+    if handler in (DELTA, SEALED) and last:
+        warm = _follow_seconds(handler, root, last, states)
     shutil.rmtree(root)
     gc.collect()
     return Sample(
@@ -185,9 +193,11 @@ def _restore_seconds(
     return seconds
 
 
-def _follow_seconds(root: pathlib.Path, step: int, states: Sequence[State]) -> float:
+def _follow_seconds(
+    handler: str, root: pathlib.Path, step: int, states: Sequence[State]
+) -> float:
     """A follower has restored the step before, and now takes this one."""
-    manager = Manager(DELTA, root)
+    manager = Manager(handler, root)
     live, _ = manager.restore(step - 1, states[step - 1])
     restored, seconds = manager.follow(step, live)
     require_equal_bits(restored, states[step], f"follower, step {step}")
@@ -196,7 +206,10 @@ def _follow_seconds(root: pathlib.Path, step: int, states: Sequence[State]) -> f
 
 
 def alternate(
-    states: Sequence[State], folder: pathlib.Path, repetitions: int
+    states: Sequence[State],
+    folder: pathlib.Path,
+    repetitions: int,
+    handlers: Sequence[str] = HANDLERS,
 ) -> Iterator[tuple[str, Sample]]:
     """Measures the handlers in turn, another one first each time.
 
@@ -207,11 +220,11 @@ def alternate(
         Handler and sample, as they become known.
     """
     if repetitions > 1:
-        for handler in HANDLERS:
+        for handler in handlers:
             sample(handler, [_small(state) for state in states[:2]], folder)
     for repetition in range(repetitions):
-        first = repetition % len(HANDLERS)
-        for handler in HANDLERS[first:] + HANDLERS[:first]:
+        first = repetition % len(handlers)
+        for handler in (*handlers[first:], *handlers[:first]):
             yield handler, sample(handler, states, folder)
 
 

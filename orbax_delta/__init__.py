@@ -21,11 +21,17 @@ from orbax_delta.errors import PeerError as PeerError
 from orbax_delta.errors import StorageError as StorageError
 from orbax_delta.errors import StructureError as StructureError
 from orbax_delta.errors import UnsupportedVersionError as UnsupportedVersionError
+from orbax_delta.errors import WrongKeyError as WrongKeyError
+from orbax_delta.keys import Encryption as Encryption
+from orbax_delta.keys import new_key_file as new_key_file
+from orbax_delta.keys import use_key as use_key
 from orbax_delta.options import DeltaOptions as DeltaOptions
 from orbax_delta.reports import RestoreReport as RestoreReport
 from orbax_delta.reports import SaveReport as SaveReport
 
 if TYPE_CHECKING:
+    from orbax_delta.archives import ArchiveReport as ArchiveReport
+    from orbax_delta.archives import archive as archive
     from orbax_delta.exports import ExportReport as ExportReport
     from orbax_delta.exports import export_delta as export_delta
     from orbax_delta.exports import export_orbax as export_orbax
@@ -44,12 +50,14 @@ if TYPE_CHECKING:
     from orbax_delta.steps import save_report as save_report
 
 _LAZY = {
+    "ArchiveReport": "archives",
     "DeltaCheckpointHandler": "handler",
     "DeltaHandler": "handler_v1",
     "DeltaRestore": "handler",
     "DeltaSave": "handler",
     "DeltaState": "handler_v1",
     "ExportReport": "exports",
+    "archive": "archives",
     "export_delta": "exports",
     "export_orbax": "exports",
     "export_safetensors": "exports",

@@ -37,6 +37,7 @@ class Announcement:
         store_uuid: Store of the root; empty if the step is to be self-contained.
         base: Attempt of the save that the primary's rows come from; empty for none.
         options: Options that decide how leaves are cut and coded.
+        key: Fingerprint of the key that it is sealed with; empty for none.
         outline: A short digest of each leaf's path, kind, shape and dtype.
     """
 
@@ -45,6 +46,7 @@ class Announcement:
     store_uuid: str
     base: str
     options: Mapping[str, Any]
+    key: str
     outline: str
 
     @classmethod
@@ -55,6 +57,7 @@ class Announcement:
         base: Base,
         options: DeltaOptions,
         snapshot: Snapshot,
+        key: str,
     ) -> "Announcement":
         """What this process would announce."""
         digests = (
@@ -67,6 +70,7 @@ class Announcement:
             store_uuid=store.uuid if store else "",
             base=str((base.predecessor or {}).get("attempt", "")),
             options=options.shared(),
+            key=key,
             outline=base64.b64encode(b"".join(digests)).decode(),
         )
 
@@ -94,6 +98,12 @@ class Announcement:
                     f"{k} is {a!r} and {b!r}" for k, (a, b) in differing.items()
                 )
                 + ". Give all processes the same DeltaOptions"
+            )
+        if self.key != primary.key:
+            own, theirs = (x.key or "none" for x in (self, primary))
+            raise DisagreementError(
+                f"this process encrypts with the key {own} (its fingerprint) and the "
+                f"primary with {theirs}. Give all processes the same key"
             )
         if self.outline != primary.outline:
             raise DisagreementError(_difference(primary.outline, snapshot))

@@ -56,6 +56,7 @@ class Base:
 
     Attributes:
         store_uuid: Store that the rows point into.
+        key: Fingerprint of the key that the records are sealed with; empty for none.
         save_index: Saves up to and including the one the rows come from.
         predecessor: What the next MANIFEST says of that save; None before any.
         pack_sizes: Bytes of packs that the rows refer to, as far as known.
@@ -66,10 +67,12 @@ class Base:
         self,
         *,
         store_uuid: str = "",
+        key: str = "",
         save_index: int = -1,
         predecessor: Mapping[str, object] | None = None,
     ) -> None:
         self.store_uuid = store_uuid
+        self.key = key
         self.save_index = save_index
         self.predecessor = predecessor
         self.pack_sizes: Mapping[str, int] = {}
@@ -84,12 +87,16 @@ class Base:
         rows: Iterable[Row],
         *,
         store_uuid: str,
+        key: str,
         save_index: int,
         predecessor: Mapping[str, object],
     ) -> "Base":
         """The base that a restored step leaves behind: rows without content."""
         base = cls(
-            store_uuid=store_uuid, save_index=save_index, predecessor=predecessor
+            store_uuid=store_uuid,
+            key=key,
+            save_index=save_index,
+            predecessor=predecessor,
         )
         entries = list(leaves)
         for row in rows:

@@ -9,7 +9,8 @@ import json
 import time
 from typing import Any
 
-from orbax_delta import fields, lossy, selection
+from orbax_delta import fields, keys, lossy, selection
+from orbax_delta.base import Base
 from orbax_delta.errors import InvalidInputError
 from orbax_delta.hosts import ALONE, Job, Round
 from orbax_delta.leaves import Snapshot
@@ -17,6 +18,7 @@ from orbax_delta.lossy import Plan
 from orbax_delta.manifests import Json
 from orbax_delta.options import DeltaOptions
 from orbax_delta.places import Place
+from orbax_delta.sealing import Key, fingerprint
 from orbax_delta.selection import Selection, Stored
 
 
@@ -33,6 +35,7 @@ class SaveRequest:
         hurried: The machine is about to be taken away: only what must be done.
         place: Where the step goes.
         options: Options in force.
+        key: What the step is sealed with; None: nothing.
         started: `time.perf_counter()` at the call.
         wall_time: Seconds since 1970 at the call.
         blocking_seconds: How long the caller was kept.
@@ -46,6 +49,7 @@ class SaveRequest:
     hurried: bool
     place: Place
     options: DeltaOptions
+    key: Key | None
     started: float
     wall_time: float
     blocking_seconds: float
@@ -65,7 +69,9 @@ def prepare(
     hurried: bool = False,
     stored: Stored | None = None,
 ) -> SaveRequest:
-    """The blocking phase: what has to be looked at comes to the host; no file is used.
+    """The blocking phase: what has to be looked at comes to the host.
+
+    No file is used but that of the key.
 
     Args:
         tree: The state.
@@ -78,6 +84,7 @@ def prepare(
 
     Raises:
         InvalidInputError: A leaf or the metadata cannot be stored, on any process.
+        WrongKeyError: There is no key to encrypt with, on any process.
     """
     started, wall_time = time.perf_counter(), time.time()
     name = f"{place.step_name}/{place.item}"
@@ -85,8 +92,13 @@ def prepare(
     taken: Snapshot | Exception
     selected = selection.EVERYTHING
     rounded: Plan = {}
+    key: Key | None = None
     try:
-        metadata = _metadata(custom_metadata)
+        metadata, key = _metadata(custom_metadata), options.writing_key()
+        keys.remember(options.encryption)
+        if stored is not None and stored.base.key != fingerprint(key):
+            # The save will not build on that.
+            stored = dataclasses.replace(stored, base=Base())
         taken, selected = selection.take(tree, job, options, stored, hurried=hurried)
         rounded = lossy.plan(taken.leaves, options.lossy)
     except Exception as error:  # noqa: BLE001 # raised by every process, here or later
@@ -104,6 +116,7 @@ def prepare(
         hurried=hurried,
         place=place,
         options=options,
+        key=key,
         started=started,
         wall_time=wall_time,
         blocking_seconds=time.perf_counter() - started,

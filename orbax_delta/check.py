@@ -8,7 +8,7 @@ found, the rest is still looked at. Does not belong here: repair, how it is show
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from orbax_delta import healing, identity, listing, prune, reader, records, steps
 from orbax_delta.background import Pool, ordered_map, pool
@@ -31,6 +31,7 @@ from orbax_delta.listing import Item, Progress, Root, is_base, no_progress
 from orbax_delta.manifests import MANIFEST_NAME
 from orbax_delta.marks import read_marks, warned_of
 from orbax_delta.options import DeltaOptions
+from orbax_delta.ranges import Packs
 from orbax_delta.reader import Request
 from orbax_delta.steps import Step
 from orbax_delta.store import Folder
@@ -56,6 +57,8 @@ class VerifyReport:
             said of them.
         others: Steps of other handlers, unless steps were named; nothing is said of
             them either.
+        archived: Steps that were moved, with their archive: what is there is not looked
+            at.
         chunks: Chunks of all steps.
         chunks_decoded: Distinct ones among them that were read and decoded.
         packs: Packs read: those that steps and bases name, and pins of running jobs.
@@ -74,6 +77,7 @@ class VerifyReport:
     whole_bases: Sequence[str]
     vanished: Sequence[str]
     others: Sequence[str]
+    archived: Mapping[str, str]
     chunks: int
     chunks_decoded: int
     packs: int
@@ -112,6 +116,7 @@ def verify(
 
     Raises:
         NotFoundError: There is no such folder or step, or nothing of this package.
+        WrongKeyError: A step is encrypted, and this process does not know its key.
         StorageError: The folder cannot be listed.
     """
     return examine(url, wanted, progress=progress, threads=threads).report()
@@ -128,6 +133,7 @@ def examine(
     started = time.perf_counter()
     root = listing.read_root(url, progress)
     found = Examination(root, root.select(wanted), progress, started)
+    found.require_keys()
     found.check_store()
     found.check_names()
     with pool(DeltaOptions(threads=threads).worker_count) as executor:
@@ -166,6 +172,16 @@ class Examination:
     def is_there(self, item: Item) -> bool:
         """Whether what was found of an item has not been deleted since."""
         return self._findings.is_there(item)
+
+    def require_keys(self) -> None:
+        """See that every step can be opened: a missing key is no damage.
+
+        Raises:
+            WrongKeyError: One cannot.
+        """
+        for item in self._items:
+            if item.manifest is not None:
+                steps.key_of(item.manifest, item.place.folder)
 
     def check_store(self) -> None:
         """STORE.json, the marker, pins, marks and names of packs."""
@@ -296,7 +312,7 @@ class Examination:
             self._outcomes[mark] = self._fault(step.packs, got)
             self._settle(item, fresh[mark], self._outcomes[mark], total)
 
-    def _unreadable(self, packs: Folder, request: Request) -> Fault | None:
+    def _unreadable(self, packs: Packs, request: Request) -> Fault | None:
         """The first pack of a list that is not there to be read from."""
         for ref in request.row.refs:
             state = self._packs.get((packs.url, ref.pack))
@@ -307,7 +323,7 @@ class Examination:
                 )
         return None
 
-    def _fault(self, packs: Folder, got: reader.Fetched) -> Fault | None:
+    def _fault(self, packs: Packs, got: reader.Fetched) -> Fault | None:
         if got.error is None:
             return None
         names = [ref.pack for ref in got.request.row.refs if ref.pack]
@@ -348,7 +364,7 @@ class Examination:
             else:
                 self._findings.add(problem, item)
 
-    def fault(self, packs: Folder, request: Request) -> Fault | None:
+    def fault(self, packs: Packs, request: Request) -> Fault | None:
         """Why a chunk's own list does not yield it; None if it does."""
         return self._outcomes.get(_list_mark(packs, request))
 
@@ -369,7 +385,11 @@ class Examination:
             if item.manifest
             for pack in item.manifest.packs
         }
-        judged = step_names(item for item in self._items if item.key not in gone)
+        judged = step_names(
+            item
+            for item in self._items
+            if item.key not in gone and item.archived is None
+        )
         whole = [name for name in judged if name not in self._findings.damaged]
         return VerifyReport(
             root=self.root.folder.url,
@@ -379,6 +399,11 @@ class Examination:
             whole_bases=[name for name in whole if is_base(name)],
             vanished=step_names(item for item in self._items if item.key in gone),
             others=self.root.others if self._looks_at_all else (),
+            archived={
+                item.step: item.archived.archive
+                for item in self._items
+                if item.archived is not None
+            },
             chunks=self._chunks,
             chunks_decoded=len(self._outcomes),
             packs=len(self._packs),
@@ -410,7 +435,7 @@ def _box_text(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
-def _list_mark(packs: Folder, request: Request) -> bytes:
+def _list_mark(packs: Packs, request: Request) -> bytes:
     """Equal for chunks that decode from the same records to the same content."""
     row = request.row
     # Copies of a self-contained checkpoint have packs of the same names.

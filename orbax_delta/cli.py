@@ -3,7 +3,7 @@
 Tables on a terminal, plain columns in a pipe, one JSON document with `--json`;
 progress on stderr. Starts without jax for everything but `demo` and what `exchanging`
 adds. Does not belong here: what a table holds (`views`), anything that reads a step,
-what costs (`costcommands`).
+what costs (`costcommands`), archives (`archivecommands`).
 """
 
 import contextlib
@@ -19,12 +19,14 @@ import click
 from rich.console import Console
 
 from orbax_delta import (
+    archivecommands,
     check,
     costcommands,
     documents,
     errors,
     exchanging,
     forgetting,
+    keys,
     listing,
     moving,
     prune,
@@ -38,6 +40,7 @@ from orbax_delta.errors import (
     InvalidInputError,
     NotFoundError,
 )
+from orbax_delta.keys import Encryption
 from orbax_delta.listing import Item, url_of
 from orbax_delta.steps import Step, open_step
 from orbax_delta.store import DeltaStore, Folder
@@ -50,6 +53,7 @@ EXIT_CODES: Mapping[int, str] = {
     InvalidInputError.exit_code: "the command or an option is wrong",
     NotFoundError.exit_code: "no such root, step or store",
     errors.ConflictError.exit_code: "another process was in the way",
+    errors.WrongKeyError.exit_code: "a key is missing or wrong",
     errors.FormatError.exit_code: "a file is not what its name says",
     errors.UnsupportedVersionError.exit_code: "a file is of a newer format",
     CorruptionError.exit_code: "damage found",
@@ -64,17 +68,27 @@ _EPILOG = "\b\nExit codes:\n" + "\n".join(
 
 @click.group(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="orbax-delta", prog_name="orbax-delta")
-def commands() -> None:
+@click.option(
+    "--key-file",
+    type=click.Path(),
+    envvar="ORBAX_DELTA_KEY_FILE",
+    show_envvar=True,
+    help="Keys of encrypted steps.",
+)
+def commands(key_file: str | None) -> None:
     """Look at, verify and tidy delta checkpoints written through Orbax.
 
     ROOT is the folder that was given to CheckpointManager: a path, or a URL such as
-    gs://bucket/run. Nothing but repair, prune, forget, moved, import and demo changes
-    anything in it.
+    gs://bucket/run. Nothing but repair, prune, forget, moved, archive, import and demo
+    changes anything in it.
     """
+    if key_file is not None:
+        keys.use_key(key_file)
 
 
 costcommands.add_to(commands)
 exchanging.add_to(commands)
+archivecommands.add_to(commands)
 
 
 @commands.command()
@@ -283,6 +297,19 @@ def _open_store(url: str) -> DeltaStore:
             )
         raise NotFoundError(f"{url} has no store, so there is nothing to prune")
     return store
+
+
+@commands.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@json_option
+def new_key(file: Path, as_json: bool) -> int:
+    """Make FILE with a new random key, for DeltaOptions(encryption=FILE).
+
+    Keep a copy of it elsewhere: without it nobody reads what was encrypted with it.
+    """
+    made = Encryption(key=keys.new_key_file(file)).writing_key()
+    lines = [f"{file} holds key {made.id}, readable by you alone. Keep a copy of it"]
+    return _done({"file": str(file), "key_id": made.id}, lines, as_json)
 
 
 @commands.command()

@@ -65,9 +65,9 @@ class Coded:
         """Length of the record."""
         return sum(map(len, self.record))
 
-    def row(self, pack: str, offset: int, *, since: int, age: int) -> Row:
+    def row(self, pack: str, offset: int, length: int, *, since: int, age: int) -> Row:
         """The row, once it is known where the record lies."""
-        ref = Ref(form=self.form, pack=pack, offset=offset, length=self.record_bytes)
+        ref = Ref(form=self.form, pack=pack, offset=offset, length=length)
         return Row(
             leaf=self.finding.chunk.leaf_index,
             box=self.finding.chunk.box,

@@ -28,7 +28,7 @@ from orbax_delta.terminal import (
     print_json,
     prometheus_option,
     root_argument,
-    seconds_of,
+    seconds,
 )
 from orbax_delta.watchcommand import watch
 
@@ -150,20 +150,20 @@ def diff(root: str, before: str, after: str, as_json: bool) -> int:
 @root_argument
 @click.option(
     "--mtbf",
-    type=seconds_of,
+    type=seconds,
     metavar="TIME",
     help="Mean time between failures of the job.",
 )
 @click.option("--hosts", type=click.IntRange(1, _MOST_HOSTS), help="Hosts of the job.")
 @click.option(
     "--host-mtbf",
-    type=seconds_of,
+    type=seconds,
     metavar="TIME",
     help="Mean time between failures of one host.",
 )
 @click.option(
     "--restart",
-    type=seconds_of,
+    type=seconds,
     metavar="TIME",
     default="0s",
     show_default=True,
@@ -171,7 +171,7 @@ def diff(root: str, before: str, after: str, as_json: bool) -> int:
 )
 @click.option(
     "--restore",
-    type=seconds_of,
+    type=seconds,
     metavar="TIME",
     help="Time of a restore; without it as measured.",
 )

@@ -15,11 +15,12 @@ from orbax_delta.dtypes import Rule
 from orbax_delta.errors import DeltaError
 from orbax_delta.forgetting import ForgetPlan
 from orbax_delta.listing import Item, Root
+from orbax_delta.manifests import MANIFEST_NAME
 from orbax_delta.moving import Move
 from orbax_delta.parts import Row
 from orbax_delta.prune import PrunePlan
 from orbax_delta.repair import RepairReport
-from orbax_delta.reports import chain_lengths
+from orbax_delta.reports import SaveReport, chain_lengths
 from orbax_delta.steps import Step
 
 Document = dict[str, Any]
@@ -69,11 +70,13 @@ def of_item(item: Item) -> Document:
         "finished": item.finished,
     }
     manifest, report = item.manifest, item.report
+    if item.archived is not None:
+        saved_at = _time(item.archived.saved_us / 1e6)
+        document |= {"saved_at": saved_at, "archive": item.archived.archive}
     if manifest is None or report is None:
         return document | (_of_delta_error(item.error) if item.error else {})
-    saved = dt.datetime.fromtimestamp(manifest.wall_time).astimezone()
     return document | {
-        "saved_at": saved.isoformat(timespec="seconds"),
+        "saved_at": _time(manifest.wall_time),
         "full_bytes": manifest.full_bytes,
         "written_bytes": report.written_bytes,
         "times_smaller": report.times_smaller,
@@ -85,9 +88,18 @@ def of_item(item: Item) -> Document:
     }
 
 
+def _time(seconds: float) -> str:
+    """A time since 1970 on the clock of this machine."""
+    return dt.datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+
+
 def of_step(item: Item, step: Step) -> Document:
     """What `show` shows: one item of a step with its leaves."""
     manifest = step.manifest
+    if item.archived is not None:
+        where = f"{step.place.item_url}/{MANIFEST_NAME}"
+        report = SaveReport.from_document(manifest.report, where=where)
+        item = dataclasses.replace(item, manifest=manifest, report=report)
     return of_item(item) | {
         "attempt": manifest.attempt,
         "save_index": manifest.save_index,
@@ -96,6 +108,7 @@ def of_step(item: Item, step: Step) -> Document:
         "packs_url": step.packs.url,
         "pack_names": list(manifest.packs),
         "required_features": list(manifest.required_features),
+        "key_id": manifest.encryption.get("key_id"),
         "options": dict(manifest.options),
         "versions": dict(manifest.versions),
         "custom_metadata": manifest.custom_metadata,

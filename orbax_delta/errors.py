@@ -89,6 +89,16 @@ class CorruptionError(DeltaError):
     exit_code = 22
 
 
+class WrongKeyError(DeltaError):
+    """The key is missing, is another one, or is none. Give the right one.
+
+    What it was to open is not damaged, as far as anybody can tell.
+    """
+
+    kind = "wrong_key"
+    exit_code = 13
+
+
 class OutOfMemoryError(DeltaError, MemoryError):
     """This machine has no room for it. Ask for fewer leaves, or for less of them."""
 

@@ -13,6 +13,7 @@ from orbax_delta import records
 from orbax_delta.errors import CorruptionError
 from orbax_delta.manifests import MANIFEST_NAME, PACK_NAME, PART_NAME
 from orbax_delta.store import STORE_NAME, Folder
+from orbax_delta.storefiles import ARCHIVED_FILE
 
 _READS_AT_ONCE = 32
 
@@ -35,6 +36,23 @@ def file_sizes(folder: Folder) -> dict[str, int]:
     return sizes | dict(_of_packs(folder, packs))
 
 
+def pack_sizes(packs: Folder, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of those packs of a folder that are there, by name.
+
+    One of a bucket that does not end like a pack is taken for one that is not there.
+
+    Raises:
+        StorageError: The storage failed.
+    """
+    if not packs.is_local:
+        return dict(_of_packs(packs, names))
+    sizes = {}
+    for name in names:
+        with contextlib.suppress(OSError):
+            sizes[name] = os.stat(packs.url + name).st_size
+    return sizes
+
+
 def _on_disk(top: str) -> Iterator[tuple[str, int]]:
     for where, _, names in os.walk(top):
         for name in names:
@@ -50,7 +68,7 @@ def _is_pack(key: str) -> bool:
 
 def _is_own(key: str) -> bool:
     name = key.rpartition("/")[2]
-    ours = name == MANIFEST_NAME or PART_NAME.fullmatch(name)
+    ours = name in (MANIFEST_NAME, ARCHIVED_FILE) or PART_NAME.fullmatch(name)
     return bool(ours) or key.startswith(f"{STORE_NAME}/")
 
 

@@ -134,11 +134,11 @@ class DeltaCheckpointHandler(ocp.AsyncCheckpointHandler):
         Raises:
             NotFoundError: There is no step of this or Orbax's own kind.
         """
-        folder = Folder(str(directory))
-        manifest = steps.read_manifest(folder)
-        if manifest is not None:
-            return delegation.tree_metadata(manifest, directory)
-        if delegation.written_by_orbax(folder):
+        place = locate(str(directory))
+        found = steps.find_manifest(place)
+        if found is not None:
+            return delegation.tree_metadata(found[1], directory)
+        if delegation.written_by_orbax(place.folder):
             return ocp.StandardCheckpointHandler().metadata(directory)
         raise NotFoundError(f"{directory} holds no {MANIFEST_NAME}")
 

@@ -142,16 +142,17 @@ class DeltaHandler:
         Raises:
             NotFoundError: There is no step of this or Orbax's own kind.
         """
-        folder = Folder(str(directory))
-        manifest = steps.read_manifest(folder)
-        if manifest is not None:
+        place = locate(str(directory))
+        found = steps.find_manifest(place)
+        if found is not None:
+            manifest = found[1]
             return trees.rebuild(
                 manifest.tree,
                 [_leaf_metadata(leaf) for leaf in manifest.leaves],
                 paths=[leaf.path for leaf in manifest.leaves],
                 where=f"{directory}/{MANIFEST_NAME}",
             )
-        if delegation.written_by_orbax(folder):
+        if delegation.written_by_orbax(place.folder):
             return await v1.handlers.PyTreeHandler().metadata(directory)
         raise NotFoundError(f"{directory} holds no {MANIFEST_NAME}")
 

@@ -15,9 +15,9 @@ from orbax_delta.codecs import Bytes
 from orbax_delta.errors import CorruptionError, DeltaError, StorageError
 from orbax_delta.listing import Item, Root
 from orbax_delta.parts import Row
+from orbax_delta.ranges import Packs
 from orbax_delta.reader import Fetched, Request
 from orbax_delta.steps import Step
-from orbax_delta.store import Folder
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -31,12 +31,12 @@ class Found:
 
     Attributes:
         step: Folder of the step or base whose row names that list.
-        packs: Folder of the records.
+        packs: Where the records lie.
         request: A chunk with that list.
     """
 
     step: str
-    packs: Folder
+    packs: Packs
     request: Request
 
     def read(self) -> Bytes:

@@ -182,6 +182,6 @@ def _pack_faults(name: str, data: bytes) -> Iterator[str]:
         )
     for position, (offset, length) in enumerate(index.spans):
         try:
-            records.parse_record(pack[offset : offset + length])
+            records.check_record(pack[offset : offset + length])
         except CorruptionError as error:
             yield f"record {position + 1} of {len(index.spans)} at {offset}: {error}"

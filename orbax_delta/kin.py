@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 
-from orbax_delta import chunks, prune, reader, registry, steps
+from orbax_delta import chunks, keys, prune, reader, registry, steps
 from orbax_delta.background import Pool
 from orbax_delta.changes import ContentKey, Finding, Status, content_key
 from orbax_delta.dtypes import Rule
@@ -22,6 +22,8 @@ from orbax_delta.manifests import Manifest
 from orbax_delta.options import DeltaOptions
 from orbax_delta.parts import Ref, Row
 from orbax_delta.places import TEMPORARY_SUFFIX, Place, locate
+from orbax_delta.ranges import Packs
+from orbax_delta.sealing import Key
 from orbax_delta.store import DeltaStore, Folder
 
 _logger = logging.getLogger("orbax_delta")
@@ -39,27 +41,31 @@ class _Relative:
     place: Place
     manifest: Manifest
 
+    def is_sealed_with(self, key: Key | None) -> bool:
+        return keys.is_of(key, self.manifest.encryption, self.manifest.attempt)
+
 
 class Kin:
     """Steps of other roots and items that use a store.
 
     Args:
-        packs: Folder of the packs.
+        packs: Where the records lie.
         relatives: Those steps, newest first.
     """
 
-    def __init__(self, packs: Folder, relatives: Sequence[_Relative]) -> None:
+    def __init__(self, packs: Packs, relatives: Sequence[_Relative]) -> None:
         self._packs = packs
         self._relatives = relatives
         self._gone: Set[str] = frozenset()
 
     @classmethod
-    def of(cls, store: DeltaStore, place: Place) -> "Kin":
+    def of(cls, store: DeltaStore, place: Place, key: Key | None) -> "Kin":
         """Look for them; what cannot be read is logged and left out.
 
         Args:
             store: The store.
             place: What is to be saved.
+            key: What it is sealed with; what is sealed otherwise is left out.
         """
         found: list[_Relative] = []
         try:
@@ -68,8 +74,9 @@ class Kin:
                 found += _relatives(root, store.uuid, place.step)
         except DeltaError as error:
             _logger.warning("chunks of other runs are not looked for: %s", error)
+        found = [one for one in found if one.is_sealed_with(key)]
         found.sort(key=lambda one: one.manifest.wall_time, reverse=True)
-        return cls(store.packs, found)
+        return cls(Packs(folder=store.packs, key=key), found)
 
     def packs(self) -> set[str]:
         """What the steps found need: to be pinned before `share` relies on it."""

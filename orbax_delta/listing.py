@@ -7,9 +7,10 @@ rest. Does not belong here: rows, chunks, how a list is shown.
 import contextlib
 import dataclasses
 import os
+import urllib.parse
 from collections.abc import Callable, Collection, Sequence
 
-from orbax_delta import bases, lost, prune, steps
+from orbax_delta import archived, bases, lost, prune, steps
 from orbax_delta.errors import (
     DeltaError,
     InvalidInputError,
@@ -26,7 +27,7 @@ from orbax_delta.places import (
 )
 from orbax_delta.reports import SaveReport
 from orbax_delta.store import STORE_NAME, DeltaStore, Folder
-from orbax_delta.storefiles import STORE_FILE
+from orbax_delta.storefiles import ARCHIVED_FILE, STORE_FILE, Archived
 
 Progress = Callable[[str, int, int], None]
 """Told of progress as (what is counted, how many are done, how many there are)."""
@@ -39,11 +40,16 @@ _MAX_NAMED = 12
 def url_of(root: str | os.PathLike[str]) -> str:
     """A root as it is wherever the process was started.
 
+    >>> url_of("file:///data/my%20run")
+    '/data/my run'
+
     Raises:
         InvalidInputError: It is an empty text, as of a shell's variable that is not
             set, or no UTF-8, which TensorStore insists on.
     """
     text = os.fspath(root)
+    if text.startswith("file://"):
+        text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
     if not text:
         raise InvalidInputError(
             "the path is an empty text; name a folder, or . for the one you are in"
@@ -78,7 +84,10 @@ class Item:
         manifest: What it says; None if it cannot be read.
         report: The report kept in it; None if that cannot be read.
         error: Why one of them cannot be read.
-        lost_part: Key of a part that lies there, if the MANIFEST does not.
+        lost_part: Key of a part, or of a damaged link, that lies there, if the MANIFEST
+            does not.
+        archived: Where the item is, if it was moved to an archive; then `manifest` is
+            None, and `key` says where it was.
     """
 
     key: str
@@ -88,6 +97,7 @@ class Item:
     report: SaveReport | None
     error: DeltaError | None
     lost_part: str = ""
+    archived: Archived | None = None
 
     @property
     def is_base(self) -> bool:
@@ -182,7 +192,7 @@ def read_root(url: str, progress: Progress = no_progress) -> Root:
     kept = [item for item in items if item.is_base and _is_own(item, store)]
     kept.sort(key=lambda item: item.manifest.wall_time if item.manifest else 0.0)
     items = [item for item in items if not item.is_base]
-    items += _lost_items(store, {item.key for item in items})
+    items += _without_manifest(store, {item.key for item in items})
     items = _without_deleted(items)
     items.sort(key=lambda item: (item.place.step is None, item.place.step, item.key))
     root = Root(
@@ -258,13 +268,44 @@ def _self_contained(place: Place) -> Place:
     return Place(item_url=place.item_url, step_name=name, item="", root_url=None)
 
 
-def _lost_items(store: DeltaStore, known: Collection[str]) -> list[Item]:
-    """Steps that have lost their MANIFEST."""
-    parts = _find(store.root, "part-*", MAX_MANIFEST_DEPTH)
-    return [
-        _lost_item(store.root, key, part)
-        for key, part in lost.lost_manifests(store, parts, known).items()
+def _without_manifest(store: DeltaStore, known: Collection[str]) -> list[Item]:
+    """Steps that were moved to an archive, and those that have lost their MANIFEST."""
+    found = _find(store.root, ("part-*", ARCHIVED_FILE), MAX_MANIFEST_DEPTH)
+    links = [key for key in found if key.rpartition("/")[2] == ARCHIVED_FILE]
+    moved = [
+        item
+        for link in links
+        if (item := _archived_item(store.root, link)) and item.key not in known
     ]
+    parts = [key for key in found if key not in links]
+    there = {*known, *(item.key for item in moved)}
+    lost_keys = lost.lost_manifests(store, parts, there)
+    return [*moved, *(_lost_item(store.root, *found) for found in lost_keys.items())]
+
+
+def _archived_item(folder: Folder, link: str) -> Item | None:
+    """The item that a link stands for; None if it has vanished since it was found."""
+    path = link.rpartition("/")[0]
+    place = locate((folder.url + path).rstrip("/"))
+    found, error = None, None
+    try:
+        found = archived.read(place.folder)
+        if found is None:
+            return None
+        if not found.store_uuid:
+            place = _self_contained(place)
+    except DeltaError as caught:
+        error = caught
+    return Item(
+        key=f"{path}/{MANIFEST_NAME}".removeprefix("/"),
+        step=_step_folder(path, place),
+        place=place,
+        manifest=None,
+        report=None,
+        error=error,
+        lost_part=link if error else "",
+        archived=found,
+    )
 
 
 def _without_deleted(items: Sequence[Item]) -> list[Item]:
@@ -309,7 +350,7 @@ def _steps_of_others(folder: Folder, items: Sequence[Item]) -> list[str]:
     return sorted(names - ours, key=lambda name: (len(name), name))
 
 
-def _find(folder: Folder, name: str, max_depth: int) -> list[str]:
+def _find(folder: Folder, name: str | tuple[str, ...], max_depth: int) -> list[str]:
     for _ in range(_MAX_TRIES):
         # Not found is a step that was renamed or deleted while it was read.
         with contextlib.suppress(FileNotFoundError):

@@ -15,6 +15,7 @@ from orbax_delta import errors
 _SCHEMES = {"s3": "s3", "gcs": "gs"}
 _DRIVERS = ("file", "memory", *_SCHEMES)
 _S3_SCHEME = "s3://"
+_URLS = ("file://", "memory://", "gs://", _S3_SCHEME)
 
 # TensorStore's own default is 32 attempts, up to 32 s apart: a quarter of an hour until
 # somebody reads that a password is wrong. These are 100 s, and the attempts themselves.
@@ -102,6 +103,15 @@ class Location:
         return is_local(self.url)
 
 
+def is_known(url: str) -> bool:
+    """Whether a url is of a kind that can hold a root.
+
+    TensorStore opens others too, such as `http`, and asks those for a quarter of an
+    hour where nobody answers.
+    """
+    return url.startswith(_URLS)
+
+
 def is_local(url: str) -> bool:
     """Whether a url is a path of this machine's file systems."""
     return "://" not in url
@@ -113,6 +123,11 @@ def _folder(path: str) -> str:
 
 def _checked_path(path: str) -> str:
     if not is_local(path):
+        if not is_known(path):
+            raise errors.InvalidInputError(
+                f"could not open {path}: expected a path, or a URL that begins with "
+                f"{', '.join(_URLS)}"
+            )
         return path
     if "\\" in path:
         raise errors.InvalidInputError(

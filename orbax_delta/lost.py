@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 
 from orbax_delta.errors import CorruptionError, DeltaError
 from orbax_delta.manifests import MANIFEST_NAME, PART_NAME
-from orbax_delta.marks import parse_mark
+from orbax_delta.marks import copying_pin, parse_mark
 from orbax_delta.places import TEMPORARY_SUFFIX, Place
 from orbax_delta.store import COMMIT_MARKER, DeltaStore
 
@@ -46,8 +46,13 @@ def _is_committed(store: DeltaStore, key: str) -> bool:
 
 
 def _is_being_saved(store: DeltaStore, part: str) -> bool:
-    """Whether a process that may run pins the attempt of a part."""
+    """Whether a process that may run pins the attempt of a part.
+
+    Or whether the part is of a copy that was not finished, by a process dead or alive.
+    """
     name = part.rpartition("/")[2].removeprefix("part-")
+    if store.pins.read(copying_pin(name.partition("-")[0])) is not None:
+        return True
     data = store.pins.read(name)
     try:
         return data is not None and not parse_mark(data, where=name).owner.known_dead

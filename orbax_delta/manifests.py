@@ -33,7 +33,8 @@ _ZSTD_LEVEL = 9
 
 LOSSY = "lossy"
 """Feature of steps in which values lie on grids; they have a field of this name."""
-KNOWN_FEATURES: frozenset[str] = frozenset({LOSSY})
+ENCRYPTED = "encrypted"
+"""Feature of steps whose records and parts are sealed; `encryption` tells the key."""
 
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 PACK_NAME = re.compile(r"([0-9a-f]{32})-p\d{1,9}-\d{1,9}", re.ASCII)
@@ -76,7 +77,9 @@ _MANIFEST_FIELDS: Mapping[str, fields.Types] = {
     "custom_metadata": (dict, list, str, int, float, bool, _NONE),
     "required_features": (list,),
 }
-_LOSSY_FIELDS = {**_MANIFEST_FIELDS, LOSSY: (dict,)}
+_FEATURE_FIELDS: Mapping[str, str] = {LOSSY: "lossy", ENCRYPTED: "encryption"}
+"""Fields, all of them objects, that a MANIFEST has if it requires a feature."""
+KNOWN_FEATURES: frozenset[str] = frozenset(_FEATURE_FIELDS)
 _LEAF_FIELDS: Mapping[str, fields.Types] = {
     "path": (list,),
     "kind": (str,),
@@ -193,6 +196,8 @@ class Manifest:
         required_features: Features a reader must know.
         lossy: Policies of leaves that are stored within a bound, by path; only with
             the feature of that name.
+        encryption: `{"key_id", "check"}` of the key that records and parts are sealed
+            with; only with the feature ENCRYPTED.
     """
 
     attempt: str
@@ -214,6 +219,7 @@ class Manifest:
     custom_metadata: Json = None
     required_features: Sequence[str] = ()
     lossy: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+    encryption: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
     @property
     def self_contained(self) -> bool:
@@ -237,6 +243,11 @@ class Manifest:
         ]
 
 
+def process_of(part: str) -> int:
+    """The process that the name of a part gives."""
+    return int(part.rpartition("-p")[2])
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """Header line and compressed JSON; equal manifests give equal bytes."""
     # Not `dataclasses.asdict`, which copies every sharding of every leaf.
@@ -248,8 +259,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
     ]
     document["parts"] = [_fields_of(part, _PART_FIELDS) for part in manifest.parts]
     document["shardings"] = table.documents
-    if LOSSY in manifest.required_features:
-        document[LOSSY] = manifest.lossy
+    for feature, name in _FEATURE_FIELDS.items():
+        if feature in manifest.required_features:
+            document[name] = getattr(manifest, name)
     text = json.dumps(
         document, sort_keys=True, separators=(",", ":"), allow_nan=False
     ).encode()
@@ -343,8 +355,8 @@ def _check_version(head: bytes, where: str) -> None:
 
 def _from_document(document: dict[str, Json], where: str) -> Manifest:
     try:
-        lossy = LOSSY in document["required_features"]
-        fields.check(document, _LOSSY_FIELDS if lossy else _MANIFEST_FIELDS)
+        added = {_FEATURE_FIELDS[name] for name in document["required_features"]}
+        fields.check(document, {**_MANIFEST_FIELDS, **dict.fromkeys(added, (dict,))})
         table = document.pop("shardings")
         for sharding in table:
             fields.check_sharding(sharding)
@@ -383,6 +395,8 @@ def _rules(
     names = {leaf.name for leaf in leaves}
     for name, policy in document.get(LOSSY, {}).items():
         yield LOSSY, name in names and fields.holds(policy)
+    if "encryption" in document:
+        yield "encryption", _is_encryption(document["encryption"])
     yield "packs", all(type(pack) is str for pack in packs)
     yield "packs", all(map(PACK_NAME.fullmatch, packs))
     yield "packs", len(set(packs)) == len(packs)
@@ -393,6 +407,11 @@ def _rules(
         match = PART_NAME.fullmatch(part.name)
         yield "parts", match and match[1] == document["attempt"]
         yield "parts", all(type(i) is int and 0 <= i < len(packs) for i in part.packs)
+
+
+def _is_encryption(value: Mapping[str, Json]) -> bool:
+    texts = value.keys() == {"key_id", "check"} and fields.holds(value, (str,))
+    return texts and bool(_DIGEST.fullmatch(value["check"]))
 
 
 def _part(document: Json) -> PartEntry:

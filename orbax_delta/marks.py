@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orbax_delta import jsontext, storefiles
+from orbax_delta import jsontext, records, storefiles
 from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
 from orbax_delta.manifests import PACK_NAME
 from orbax_delta.owners import NOBODY, Owner
@@ -95,6 +95,15 @@ def read_marks(folder: Folder) -> dict[str, Mark]:
         for name, data in found
         if data is not None
     }
+
+
+def copying_pin(attempt: str) -> str:
+    """Name of the pin of whoever copies a step to a store; one at a time can have it.
+
+    >>> copying_pin("00" * 16)
+    '0c88cb36abdc64913cd7842e8c77b8d4-p0'
+    """
+    return f"{records.digest(f'archive {attempt}'.encode()).hex()}-p0"
 
 
 def usable_packs(store: DeltaStore) -> set[str]:

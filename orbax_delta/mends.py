@@ -29,6 +29,7 @@ from orbax_delta.options import DeltaOptions
 from orbax_delta.places import locate
 from orbax_delta.reader import Request
 from orbax_delta.rewriting import Renewed, Written
+from orbax_delta.sealing import fingerprint
 from orbax_delta.steps import Step
 from orbax_delta.store import COMMIT_MARKER, STORE_NAME, Folder
 from orbax_delta.storefiles import (
@@ -249,7 +250,7 @@ def damaged_records(found: Examination) -> Iterator[Action]:
     """Steps with chunks in damaged packs, and a warning to jobs about those packs."""
     store = found.root.store
     damaged = found.damaged_packs(store.packs.url)
-    written: Written = {}
+    written: dict[str, Written] = {}
     for item in found.root.everything:
         step = _open(item)
         # What is still being saved is not touched, nor what has its packs elsewhere.
@@ -262,7 +263,9 @@ def damaged_records(found: Examination) -> Iterator[Action]:
             or any(ref.pack in damaged for ref in request.row.refs)
         ]
         if affected:
-            yield from _renew(found, item, step, affected, written)
+            # What one key has sealed no step of another can refer to.
+            of_key = written.setdefault(fingerprint(step.packs.key), {})
+            yield from _renew(found, item, step, affected, of_key)
     for pack in sorted(damaged - warned_of(store.condemned)):
         yield (
             Mend(

@@ -8,8 +8,10 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from orbax_delta import errors, policies
+from orbax_delta import errors, keys, policies
+from orbax_delta.keys import Encryption
 from orbax_delta.policies import Lossy
+from orbax_delta.sealing import Key
 
 StoreLocation = str | Mapping[str, Any]
 """Where a folder lies: a path, a URL, or TensorStore's JSON of a key-value store."""
@@ -79,6 +81,8 @@ class DeltaOptions:
             policies by pattern of their paths (as in `fnmatch`; the first one that fits
             counts), or `policies.adamw(...)`. What changed is then found out on the
             host.
+        encryption: Encrypt what is saved: the path of a file with keys, or
+            `Encryption`. The first save with another key writes everything anew.
 
     Raises:
         InvalidInputError: A value is out of its range; nothing is touched.
@@ -99,6 +103,7 @@ class DeltaOptions:
     processes: Sequence[int] | None = None
     store: StoreLocation | None = dataclasses.field(default=None, hash=False)
     lossy: Lossy | None = dataclasses.field(default=None, hash=False)
+    encryption: Encryption | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         _check_int("chunk_bytes", self.chunk_bytes, 64, MAX_CHUNK_BYTES)
@@ -135,6 +140,7 @@ class DeltaOptions:
                 "from 0.1 to 86400"
             )
         policies.check(self.lossy)
+        object.__setattr__(self, "encryption", keys.encryption_of(self.encryption))
         if self.processes is not None:
             self._check_processes(self.processes)
 
@@ -155,9 +161,21 @@ class DeltaOptions:
         alike: dict[str, object] = json.loads(json.dumps(values))
         return alike
 
+    def writing_key(self) -> Key | None:
+        """The key that a save seals with; None: it does not.
+
+        Raises:
+            WrongKeyError: There is none, or it is no key.
+        """
+        encryption = keys.encryption_of(self.encryption)
+        return None if encryption is None else encryption.writing_key()
+
     def _values(self) -> dict[str, object]:
-        """By name, policies as JSON."""
-        plain = dataclasses.asdict(dataclasses.replace(self, lossy=None))
+        """By name, policies as JSON; without the key, which is nobody else's matter."""
+        plain = dataclasses.asdict(
+            dataclasses.replace(self, lossy=None, encryption=None)
+        )
+        del plain["encryption"]
         return plain | {"lossy": policies.documents(self.lossy)}
 
     def recorded(self) -> dict[str, object]:

@@ -8,8 +8,9 @@ import collections
 import enum
 import time
 
+from orbax_delta.ranges import Packs
 from orbax_delta.records import PackBuilder, Pieces
-from orbax_delta.store import Folder, Pending
+from orbax_delta.store import Pending
 
 _MAX_IN_FLIGHT = 2
 
@@ -36,9 +37,9 @@ class PackWriter:
     """
 
     def __init__(
-        self, folder: Folder, *, attempt: bytes, process: int, pack_bytes: int
+        self, packs: Packs, *, attempt: bytes, process: int, pack_bytes: int
     ) -> None:
-        self._folder = folder
+        self._packs = packs
         self._attempt = attempt
         self._process = process
         self.pack_bytes = pack_bytes
@@ -50,16 +51,21 @@ class PackWriter:
 
     def add(
         self, record: Pieces, lifetime: Lifetime = Lifetime.LONG
-    ) -> tuple[str, int]:
-        """Append a record; returns its pack and offset."""
+    ) -> tuple[str, int, int]:
+        """Append a record; returns its pack, offset and length there."""
         builder = self._open.get(lifetime)
         if builder is None:
-            builder = self._open[lifetime] = PackBuilder(self._attempt, self._begun)
+            builder = self._open[lifetime] = PackBuilder(
+                self._attempt,
+                self._begun,
+                process=self._process,
+                key=self._packs.key,
+            )
             self._begun += 1
-        offset, _ = builder.add(record)
+        offset, length = builder.add(record)
         if builder.size_bytes >= self.pack_bytes:
             self._put(lifetime)
-        return self._name(builder), offset
+        return self._name(builder), offset, length
 
     def _name(self, builder: PackBuilder) -> str:
         return f"{self._attempt.hex()}-p{self._process}-{builder.number}"
@@ -81,7 +87,7 @@ class PackWriter:
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._in_flight.popleft().result()
         name = self._name(builder)
-        self._in_flight.append(self._folder.start_write(name, data))
+        self._in_flight.append(self._packs.folder.start_write(name, data))
         self.sizes[name] = sum(map(len, data))
         self.put_seconds += time.perf_counter() - start
 

@@ -23,9 +23,12 @@ from orbax_delta.errors import CorruptionError, FormatError
 from orbax_delta.frames import compress_text, decompress_text
 from orbax_delta.options import MAX_CHAIN_LIMIT
 from orbax_delta.records import DIGEST_BYTES, FORMAT_VERSION, check_magic
+from orbax_delta.sealing import Key
 
 PART_MAGIC = b"ODPART\r\n"
 _HEAD = struct.Struct("<8sHHIIIQ16s")
+# Of the flags: the columns are sealed.
+_SEALED = 1
 _MAX_ROWS = 1 << 26
 _ZSTD_LEVEL = 3
 # What a reader holds besides its rows: those made at a time, what it knows by heart.
@@ -86,8 +89,18 @@ class Row:
         return sum(ref.length for ref in self.refs)
 
 
-def encode_part(attempt: bytes, rows: Sequence[Row], packs: Sequence[str]) -> bytes:
-    """The bytes of a part; `packs` is the MANIFEST's list that refs index into."""
+def encode_part(
+    attempt: bytes,
+    rows: Sequence[Row],
+    packs: Sequence[str],
+    *,
+    process: int = 0,
+    key: Key | None = None,
+) -> bytes:
+    """The bytes of a part; `packs` is the MANIFEST's list that refs index into.
+
+    With a key its columns are sealed.
+    """
     pack_index = {name: index for index, name in enumerate(packs)} | {"": INLINE}
     refs = [ref for row in rows for ref in row.refs]
     bounds = [edge for row in rows for pair in row.box for edge in pair]
@@ -121,14 +134,17 @@ def encode_part(attempt: bytes, rows: Sequence[Row], packs: Sequence[str]) -> by
     head = _HEAD.pack(
         PART_MAGIC,
         FORMAT_VERSION,
-        0,
+        0 if key is None else _SEALED,
         len(rows),
         len(refs),
         len(bounds),
         len(body),
         attempt,
     )
-    return head + compress_text(body, _ZSTD_LEVEL)
+    frame = compress_text(body, _ZSTD_LEVEL)
+    return head + (
+        frame if key is None else key.seal_part(attempt, process, head, frame)
+    )
 
 
 def _inline_word(ref: Ref) -> tuple[int, int]:
@@ -143,6 +159,8 @@ def parse_part(
     rows: int,
     packs: Sequence[str],
     words: Sequence[int],
+    process: int = 0,
+    key: Key | None = None,
 ) -> Iterator[Row]:
     """Rows of a part whose digest the caller has checked.
 
@@ -152,6 +170,8 @@ def parse_part(
         rows: Number of rows that the MANIFEST gives.
         packs: The MANIFEST's pack names.
         words: Word size of each leaf of the MANIFEST, in bytes; 0 for no array.
+        process: The process that its name gives.
+        key: Key of the step; None: it is not encrypted.
 
     Raises:
         UnsupportedVersionError: A newer format wrote it.
@@ -175,7 +195,7 @@ def parse_part(
         bound_count <= 2 * MAX_DIMENSIONS * row_count
         and row_count <= ref_count <= MAX_CHAIN_LIMIT * row_count
     )
-    if flags or not fits:
+    if flags != (0 if key is None else _SEALED) or not fits:
         raise CorruptionError(
             f"a part has flags {flags}, {bound_count} bounds and {ref_count} records "
             f"for {row_count} rows; no such part in this format version"
@@ -186,7 +206,10 @@ def parse_part(
             f"a part announces {announced} bytes for {row_count} rows and "
             f"{ref_count} records; expected {expected}"
         )
-    body = memoryview(decompress_text(memoryview(data)[_HEAD.size :], announced))
+    frame = memoryview(data)[_HEAD.size :]
+    if key is not None:
+        frame = memoryview(key.open_part(attempt, process, data[: _HEAD.size], frame))
+    body = memoryview(decompress_text(frame, announced))
     columns = Columns.split(body, row_count, ref_count, bound_count)
     columns.check(len(packs), words)
     return _RowMaker(columns, packs, words).rows()

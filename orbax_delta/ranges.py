@@ -10,12 +10,48 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from orbax_delta.errors import CorruptionError, StorageError
 from orbax_delta.parts import Ref
+from orbax_delta.records import RECORD_HEAD_BYTES
+from orbax_delta.sealing import Key, RecordPlace
 from orbax_delta.store import Folder, Pending
 
 _JOIN_GAP_BYTES = 64 << 10
 
 Unreadable = CorruptionError | StorageError
 """Why there is no content: damage, or a storage that did not give it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Packs:
+    """Where records lie, and what opens them.
+
+    Attributes:
+        folder: Folder of the packs.
+        key: Key that the records are sealed with; None: they are not.
+    """
+
+    folder: Folder
+    key: Key | None = None
+
+    @property
+    def url(self) -> str:
+        """Location of the folder."""
+        return self.folder.url
+
+    def head_of(self, ref: Ref) -> Ref:
+        """What must be read of a record to see its header."""
+        if self.key is not None:
+            return ref  # nothing of it opens before all of it
+        return ref._replace(length=RECORD_HEAD_BYTES)
+
+    def open(self, ref: Ref, stored: memoryview) -> memoryview:
+        """The record that lies in a place.
+
+        Raises:
+            CorruptionError: It is sealed and does not open.
+        """
+        if self.key is None:
+            return stored
+        return self.key.open_record(RecordPlace.of(ref.pack, ref.offset), stored)
 
 
 class ReadCount:
@@ -48,18 +84,22 @@ class Records:
     """The bytes of some records, whose reads have begun.
 
     Args:
-        packs: Folder that holds them.
+        packs: Where they lie.
         refs: The records.
         most_bytes: Of one read.
         count: Is told of every read.
+
+    Attributes:
+        packs: As given.
     """
 
     def __init__(
-        self, packs: Folder, refs: Iterable[Ref], *, most_bytes: int, count: ReadCount
+        self, packs: Packs, refs: Iterable[Ref], *, most_bytes: int, count: ReadCount
     ) -> None:
+        self.packs = packs
         self._read_of: dict[Ref, _Read] = {}
         for span, members in _joined(refs, most_bytes):
-            read = _Read(packs, span, members)
+            read = _Read(packs.folder, span, members)
             self._read_of.update(dict.fromkeys(members, read))
             count.requests += 1
             count.bytes += span.stop - span.start
@@ -69,10 +109,10 @@ class Records:
         """The bytes of one record; waits for them.
 
         Raises:
-            CorruptionError: Its pack is missing, or ends before.
+            CorruptionError: Its pack is missing or ends before, or it does not open.
             StorageError: The storage did not give it.
         """
-        return self._read_of[ref].get(ref)
+        return self.packs.open(ref, self._read_of[ref].get(ref))
 
 
 class _Read:

@@ -18,9 +18,8 @@ from orbax_delta.codecs import Bytes, Form
 from orbax_delta.errors import CorruptionError, OutOfMemoryError, StorageError
 from orbax_delta.manifests import LeafEntry
 from orbax_delta.parts import Ref, Row
+from orbax_delta.ranges import Packs, Records, Unreadable
 from orbax_delta.ranges import ReadCount as ReadCount
-from orbax_delta.ranges import Records, Unreadable
-from orbax_delta.store import Folder
 
 _TASK_BYTES = 512 << 10
 
@@ -149,7 +148,7 @@ class _Group:
 
 
 def fetch(
-    packs: Folder,
+    packs: Packs,
     wanted: Iterable[Request],
     *,
     executor: Pool,
@@ -160,7 +159,7 @@ def fetch(
     """The content of every wanted chunk, in an order that suits the packs.
 
     Args:
-        packs: Folder of the records.
+        packs: Where the records lie.
         wanted: The chunks.
         executor: Decodes.
         count: Is told what is read.
@@ -168,7 +167,7 @@ def fetch(
             not handed out holds anything afterwards.
         seeds: What need not be read; called on the pool's threads.
     """
-    pace = _LOCAL if packs.is_local else _REMOTE
+    pace = _LOCAL if packs.folder.is_local else _REMOTE
     under_way: collections.deque[list[_Decoding]] = collections.deque()
     for groups in _batches(_grouped(wanted, seeds or {}), pace):
         under_way.append(_begin(packs, groups, pace, count, executor, into))
@@ -182,7 +181,7 @@ _Decoding = concurrent.futures.Future[list[Fetched]]
 
 
 def _begin(
-    packs: Folder,
+    packs: Packs,
     groups: Sequence[_Group],
     pace: _Pace,
     count: ReadCount,
@@ -208,17 +207,17 @@ def _results(batch: list[_Decoding]) -> Iterator[Fetched]:
 
 
 def _read(
-    packs: Folder, groups: Iterable[_Group], pace: _Pace, count: ReadCount
+    packs: Packs, groups: Iterable[_Group], pace: _Pace, count: ReadCount
 ) -> Records:
     refs = {ref for group in groups for ref in group.refs if ref.pack}
     return Records(packs, refs, most_bytes=pace.join_bytes, count=count)
 
 
 def read_ahead(
-    packs: Folder, requests: Iterable[Request], refs: Iterable[Ref], count: ReadCount
+    packs: Packs, requests: Iterable[Request], refs: Iterable[Ref], count: ReadCount
 ) -> Records:
     """Begin to read chunks, and other pieces of packs; `content` decodes the former."""
-    pace = _LOCAL if packs.is_local else _REMOTE
+    pace = _LOCAL if packs.folder.is_local else _REMOTE
     listed = (ref for request in requests for ref in request.row.refs if ref.pack)
     return Records(packs, {*listed, *refs}, most_bytes=pace.join_bytes, count=count)
 
@@ -236,7 +235,7 @@ def content(request: Request, read: Records) -> Bytes:
     return fetched.content
 
 
-def read_one(packs: Folder, request: Request) -> Bytes:
+def read_one(packs: Packs, request: Request) -> Bytes:
     """The content of one chunk, read now.
 
     Raises:

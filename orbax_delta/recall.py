@@ -16,7 +16,6 @@ from orbax_delta.dtypes import Rule
 from orbax_delta.errors import CorruptionError, StorageError
 from orbax_delta.options import DeltaOptions
 from orbax_delta.parts import Ref
-from orbax_delta.store import Folder
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -100,7 +99,9 @@ class Task:
             changes.append(record)
         before = composing.earlier(content, changes, word_bytes)
         last = row.refs[-count - 1]
-        head = self.ahead.get(_head(last)) if last.pack else memoryview(b"")
+        head = memoryview(b"")
+        if last.pack:
+            head = self.ahead.get(self.ahead.packs.head_of(last))
         composing.check_earlier(before, row, count, head)
         return before
 
@@ -108,7 +109,7 @@ class Task:
 def ahead(
     changed: Iterable[Finding],
     options: DeltaOptions,
-    packs: Folder,
+    packs: ranges.Packs,
     count: reader.ReadCount,
     *,
     hurried: bool,
@@ -123,8 +124,8 @@ def ahead(
         hurried: Whether what can wait is left to the next save.
     """
     waiting: _Window | None = None
-    for window in _windows(changed, options, hurried=hurried):
-        window.begin(packs, count)
+    for window in _windows(changed, options, packs, hurried=hurried):
+        window.begin(count)
         if waiting is not None:
             yield from waiting.tasks()
         waiting = window
@@ -135,7 +136,8 @@ def ahead(
 class _Window:
     """Chunks that are read together."""
 
-    def __init__(self) -> None:
+    def __init__(self, packs: ranges.Packs) -> None:
+        self._packs = packs
         self._members: list[tuple[Finding, int | None]] = []
         self._requests: list[reader.Request] = []
         self._refs: list[Ref] = []
@@ -153,14 +155,16 @@ class _Window:
             self.read_bytes += request.row.stored_bytes
         if replaces:
             refs = stored.row.refs[-replaces - 1 :]
-            wanted = [_head(refs[0])] if refs[0].pack else []
+            wanted = [self._packs.head_of(refs[0])] if refs[0].pack else []
             wanted += refs[1:]
             self._refs += wanted
             self.read_bytes += sum(ref.length for ref in wanted)
 
-    def begin(self, packs: Folder, count: reader.ReadCount) -> None:
+    def begin(self, count: reader.ReadCount) -> None:
         if self._requests or self._refs:
-            self._ahead = reader.read_ahead(packs, self._requests, self._refs, count)
+            self._ahead = reader.read_ahead(
+                self._packs, self._requests, self._refs, count
+            )
 
     def tasks(self) -> Iterator[Task]:
         for finding, replaces in self._members:
@@ -168,14 +172,18 @@ class _Window:
 
 
 def _windows(
-    changed: Iterable[Finding], options: DeltaOptions, *, hurried: bool
+    changed: Iterable[Finding],
+    options: DeltaOptions,
+    packs: ranges.Packs,
+    *,
+    hurried: bool,
 ) -> Iterator[_Window]:
-    window = _Window()
+    window = _Window(packs)
     for finding in changed:
         window.add(finding, _replaces(finding, options, hurried=hurried))
         if window.read_bytes >= _WINDOW_BYTES:
             yield window
-            window = _Window()
+            window = _Window(packs)
     yield window
 
 
@@ -201,8 +209,3 @@ def _request(finding: Finding) -> reader.Request | None:
     if stored.row.refs[-1].form is Form.CONSTANT:
         return None
     return reader.Request(leaf=finding.chunk.leaf, row=stored.row)
-
-
-def _head(ref: Ref) -> Ref:
-    """The header of a record, as a piece of its pack."""
-    return ref._replace(length=records.RECORD_HEAD_BYTES)

@@ -15,6 +15,7 @@ import xxhash
 from orbax_delta.codecs import FORM_NUMBERS, Bytes, Form
 from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
 from orbax_delta.options import MAX_CHUNK_BYTES
+from orbax_delta.sealing import Key, RecordPlace, check_sealed, is_sealed
 
 FORMAT_VERSION = 1
 
@@ -131,6 +132,18 @@ def parse_record(data: memoryview) -> Record:
     )
 
 
+def check_record(data: memoryview) -> None:
+    """Look at a record as it lies in a pack; of a sealed one, at what needs no key.
+
+    Raises:
+        CorruptionError: It is damaged.
+    """
+    if is_sealed(data):
+        check_sealed(data)
+    else:
+        parse_record(data)
+
+
 def content_digest(head: memoryview) -> bytes:
     """Digest of the content that a record yields, by its header alone.
 
@@ -152,8 +165,13 @@ def content_digest(head: memoryview) -> bytes:
 class PackBuilder:
     """Collects records into the bytes of one pack."""
 
-    def __init__(self, attempt: bytes, number: int) -> None:
+    def __init__(
+        self, attempt: bytes, number: int, *, process: int = 0, key: Key | None = None
+    ) -> None:
         self.number = number
+        self._attempt = attempt
+        self._process = process
+        self._key = key
         head = _PACK_HEAD.pack(PACK_MAGIC, FORMAT_VERSION, 0, number, attempt)
         self._pieces: list[bytes | memoryview] = [head]
         self._last: Pieces = ()
@@ -171,7 +189,9 @@ class PackBuilder:
         return len(self._spans)
 
     def add(self, record: Pieces) -> tuple[int, int]:
-        """Append an encoded record; returns its offset and length."""
+        """Append an encoded record; returns its offset and its length there."""
+        if self._key is not None:
+            record = (self._key.seal_record(self._place(self._size), record),)
         span = (self._size, sum(map(len, record)))
         self._pieces += record
         self._spans.append(span)
@@ -179,12 +199,18 @@ class PackBuilder:
         self._last = record
         return span
 
+    def _place(self, offset: int) -> RecordPlace:
+        return RecordPlace(self._attempt, self._process, self.number, offset)
+
     def finish(self) -> Pieces:
         """The whole pack; its last record has been parsed back from these bytes."""
         index = b"".join(_INDEX_ENTRY.pack(*span) for span in self._spans)
         signed = digest(b"".join((self._pieces[0], index)))
         tail = _PACK_TAIL.pack(len(self._spans), len(index), signed, PACK_END_MAGIC)
-        parse_record(memoryview(b"".join(self._last)))
+        last = memoryview(b"".join(self._last))
+        if self._key is not None:
+            last = self._key.open_record(self._place(self._spans[-1][0]), last)
+        parse_record(last)
         return (*self._pieces, index, tail)
 
 

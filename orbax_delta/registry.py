@@ -242,7 +242,7 @@ def is_same_place(one: str, other: str) -> bool:
 
 def _require_apart(root: Folder, folder: Folder) -> None:
     """A store in its root would be one of Orbax's folders, a root in it one of ours."""
-    outer, inner = _real(root), _real(folder)
+    outer, inner = real_url(root), real_url(folder)
     if outer.startswith(inner) or inner.startswith(outer):
         raise InvalidInputError(
             f"the shared store {folder.url} and the root {root.url} must lie apart, "
@@ -250,7 +250,8 @@ def _require_apart(root: Folder, folder: Folder) -> None:
         )
 
 
-def _real(folder: Folder) -> str:
+def real_url(folder: Folder) -> str:
+    """A folder's URL, without links on a local disk."""
     url = folder.url
     return url if "://" in url else f"{os.path.realpath(url).rstrip('/')}/"
 

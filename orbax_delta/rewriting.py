@@ -26,6 +26,7 @@ from orbax_delta.marks import Mark, usable_packs
 from orbax_delta.options import DeltaOptions
 from orbax_delta.packs import PackWriter
 from orbax_delta.parts import Ref, Row
+from orbax_delta.ranges import Packs
 from orbax_delta.reader import Request
 from orbax_delta.records import Record
 from orbax_delta.steps import Step
@@ -78,11 +79,11 @@ def rewrite(
     store.pins.write(pin, Mark(owner=owners.this_process(), packs=packs).encode())
     try:
         _forget_doomed(store, written)
-        fresh = _put_records(store, attempt, renewed, written)
+        fresh = _put_records(step.packs, attempt, renewed, written)
         rows = [_renewed(row, fresh.get((row.leaf, row.box))) for row in step.rows]
         # A write would make the folder of a deleted step again.
         _require_unchanged(old, step.manifest)
-        manifest = _put_part(new, attempt, step.manifest, rows)
+        manifest = _put_part(new, attempt, step, rows)
         try:
             _publish(store, old, new, step.manifest, manifest, pin)
         except ConflictError:
@@ -114,14 +115,14 @@ def _forget_doomed(store: DeltaStore, written: Written) -> None:
 
 
 def _put_records(
-    store: DeltaStore, attempt: bytes, renewed: Iterable[Renewed], written: Written
+    packs: Packs, attempt: bytes, renewed: Iterable[Renewed], written: Written
 ) -> Mapping[tuple[int, Box], Ref]:
     """Full records of the chunks, one for each content."""
     writer = PackWriter(
-        store.packs,
+        packs,
         attempt=attempt,
         process=_PROCESS,
-        pack_bytes=DeltaOptions().pack_size(local=store.packs.is_local, state_bytes=0),
+        pack_bytes=DeltaOptions().pack_size(local=packs.folder.is_local, state_bytes=0),
     )
     refs: dict[tuple[int, Box], Ref] = {}
     try:
@@ -151,15 +152,16 @@ def _put_record(writer: PackWriter, row: Row, content: Bytes, word_bytes: int) -
         content_digest=row.digest,
         payload=codecs.encode_full(content, word_bytes),
     ).encode()
-    pack, offset = writer.add((record,))
-    return Ref(form=Form.PLANES, pack=pack, offset=offset, length=len(record))
+    pack, offset, length = writer.add((record,))
+    return Ref(form=Form.PLANES, pack=pack, offset=offset, length=length)
 
 
 def _put_part(
-    folder: Folder, attempt: bytes, manifest: Manifest, rows: Sequence[Row]
+    folder: Folder, attempt: bytes, step: Step, rows: Sequence[Row]
 ) -> Manifest:
     packs = sorted({ref.pack for row in rows for ref in row.refs if ref.pack})
-    data = parts.encode_part(attempt, rows, packs)
+    key = step.packs.key
+    data = parts.encode_part(attempt, rows, packs, process=_PROCESS, key=key)
     part = PartEntry(
         name=f"part-{attempt.hex()}-p{_PROCESS}",
         length=len(data),
@@ -170,8 +172,15 @@ def _put_part(
     folder.write(part.name, data)
     if folder.read(part.name) != data:
         raise StorageError(f"{folder.url}{part.name} does not read back as written")
+    encryption = {**step.manifest.encryption}
+    if key is not None:
+        encryption["check"] = key.check(attempt)
     return dataclasses.replace(
-        manifest, attempt=attempt.hex(), packs=packs, parts=(part,)
+        step.manifest,
+        attempt=attempt.hex(),
+        packs=packs,
+        parts=(part,),
+        encryption=encryption,
     )
 
 

@@ -49,17 +49,17 @@ class SaveRows:
         self.blocks_changed = 0
         self.read_bytes = 0
 
-    def add(self, coded: coding.Coded, pack: str, offset: int) -> None:
+    def add(self, coded: coding.Coded, pack: str, offset: int, length: int) -> None:
         """A record has found its place."""
         form = coded.form.name.lower()
         self.chunks_by_form[form] += 1
-        self.bytes_by_form[form] += coded.record_bytes
+        self.bytes_by_form[form] += length
         self.elements_changed += coded.changed_words
         self.blocks_changed += coded.changed_blocks
         index = self._position[id(coded.finding)]
         since, age = self._counters(coded, index)
         self._coded[index] = Entry(
-            row=coded.row(pack, offset, since=since, age=age),
+            row=coded.row(pack, offset, length, since=since, age=age),
             content=coded.content,
             grace=coded.outlook.grace,
             skip=coded.outlook.skip,

@@ -29,6 +29,7 @@ from orbax_delta.history import SaveCost
 from orbax_delta.kin import Kin
 from orbax_delta.leaves import Snapshot
 from orbax_delta.manifests import (
+    ENCRYPTED,
     LOSSY,
     MANIFEST_NAME,
     Manifest,
@@ -36,7 +37,9 @@ from orbax_delta.manifests import (
     encode_manifest,
 )
 from orbax_delta.places import SELF_CONTAINED_PACKS
+from orbax_delta.ranges import Packs
 from orbax_delta.reports import SaveReport
+from orbax_delta.sealing import fingerprint
 from orbax_delta.selection import Digests
 from orbax_delta.share import ShareWriter
 from orbax_delta.store import DeltaStore, Folder
@@ -112,8 +115,10 @@ def _own_store(request: SaveRequest, state: ItemState) -> DeltaStore:
     """The store, for the primary; swept first if the last save failed."""
     root = Folder(str(request.place.root_url))
     store = registry.open_store(root, request.options.store)
-    if state.base.store_uuid != store.uuid:
-        state.base = Base(store_uuid=store.uuid)
+    key = fingerprint(request.key)
+    if (state.base.store_uuid, state.base.key) != (store.uuid, key):
+        # What another key opens no step with this one can refer to.
+        state.base = Base(store_uuid=store.uuid, key=key)
     if state.seen is None and not request.hurried:
         # The save before this one failed, perhaps for want of room.
         upkeep.tidy(store, state, request.options, saved=None)
@@ -137,7 +142,8 @@ def _attempt(
         bits, _ = agreed.attempt({})
         state.store = store
         return _Attempt(request, taken, state, store, bits, watch)
-    own = Announcement.of(place, store, state.base, options, taken)
+    key = fingerprint(request.key)
+    own = Announcement.of(place, store, state.base, options, taken, key)
     bits, announced = agreed.attempt(dataclasses.asdict(own))
     if not agreed.job.primary:
         primary = Announcement(**announced)
@@ -148,7 +154,7 @@ def _attempt(
             upkeep.look_elsewhere(store, state)
         if own.base != primary.base or state.base.store_uuid != primary.store_uuid:
             # Leaves must be cut alike; without earlier rows all cut afresh.
-            state.base = Base(store_uuid=primary.store_uuid)
+            state.base = Base(store_uuid=primary.store_uuid, key=key)
     state.store = store
     return _Attempt(request, taken, state, store, bits, watch)
 
@@ -180,7 +186,10 @@ class _Attempt:
         self.base = state.base
         self.store = store
         self.item = Folder(request.place.item_url)
-        self.packs = store.packs if store else self.item.child(SELF_CONTAINED_PACKS)
+        self.packs = Packs(
+            folder=store.packs if store else self.item.child(SELF_CONTAINED_PACKS),
+            key=request.key,
+        )
         self.watch = watch
         self.let_go: set[str] = set()
         self.kin = Kin(self.packs, ())
@@ -230,7 +239,7 @@ class _Attempt:
             return contextlib.nullcontext()
         self.let_go = self.base.packs()
         if self.base.predecessor is None:
-            self.kin = Kin.of(self.store, self.request.place)
+            self.kin = Kin.of(self.store, self.request.place, self.request.key)
         return upkeep.pinned(self.store, self.state, self.pin, self.kin)
 
     @contextlib.contextmanager
@@ -299,6 +308,11 @@ class _Attempt:
         """Publish the MANIFEST, unless a prune no longer counts with this save."""
         place, taken = self.request.place, self.taken
         rounded = lossy.documents(self.request.lossy, [x.entry for x in taken.leaves])
+        required = {
+            *features,
+            *([LOSSY] if rounded else []),
+            *([ENCRYPTED] if self.request.key else []),
+        }
         manifest = Manifest(
             attempt=self.id.hex(),
             step=place.step,
@@ -317,8 +331,9 @@ class _Attempt:
             parts=entries,
             report=report.to_document(),
             custom_metadata=self.request.custom_metadata,
-            required_features=sorted({*features, *([LOSSY] if rounded else [])}),
+            required_features=sorted(required),
             lossy=rounded,
+            encryption=self._encryption(),
         )
         try:
             self.item.write(MANIFEST_NAME, encode_manifest(manifest))
@@ -333,6 +348,10 @@ class _Attempt:
                 self.item.delete(MANIFEST_NAME)
             raise
         self.manifest = manifest
+
+    def _encryption(self) -> dict[str, str]:
+        key = self.request.key
+        return {"key_id": key.id, "check": key.check(self.id)} if key else {}
 
     def _require_pins(self) -> None:
         if self.store is None:

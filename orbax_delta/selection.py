@@ -25,7 +25,7 @@ from orbax_delta.errors import CorruptionError, StorageError
 from orbax_delta.hosts import Job
 from orbax_delta.leaves import Brought, Snapshot, StagedLeaf
 from orbax_delta.options import DeltaOptions
-from orbax_delta.store import Folder
+from orbax_delta.ranges import Packs
 from orbax_delta.transfers import DeviceLeaf, LeafDigests, Staging
 from orbax_delta.trust import Proof
 
@@ -257,7 +257,7 @@ def _sample(unchanged: Mapping[_Place, Entry], turn: int) -> dict[_Place, Entry]
 
 
 def complete(
-    own: Sequence[Chunk], selection: Selection, packs: Folder, executor: Pool
+    own: Sequence[Chunk], selection: Selection, packs: Packs, executor: Pool
 ) -> list[Chunk]:
     """The chunks of a save, with content wherever it will be asked for.
 
@@ -268,7 +268,7 @@ def complete(
     Args:
         own: The chunks, with what is known now to be stored of them.
         selection: What was left out.
-        packs: Folder of the packs.
+        packs: Where the records lie.
         executor: Where to do it.
 
     Raises:
@@ -286,7 +286,7 @@ def complete(
     return [chunk if chunk.copied else next(done) for chunk in own]
 
 
-def filled(findings: Sequence[Finding], packs: Folder, executor: Pool) -> list[Finding]:
+def filled(findings: Sequence[Finding], packs: Packs, executor: Pool) -> list[Finding]:
     """Findings whose chunks have content where they are to be written anew.
 
     One that was left out, and whose stored content cannot be read, stays as it is.
@@ -308,7 +308,7 @@ def filled(findings: Sequence[Finding], packs: Folder, executor: Pool) -> list[F
     return [next(done) if lacks(finding) else finding for finding in findings]
 
 
-def _stored_array(chunk: Chunk, entry: Entry | None, packs: Folder) -> Any:
+def _stored_array(chunk: Chunk, entry: Entry | None, packs: Packs) -> Any:
     problem: Exception | None = None
     if entry is not None:
         content = entry.checked_content()

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from orbax_delta import fallback, monitoring, owners, save, upkeep
+from orbax_delta import fallback, keys, monitoring, owners, save, upkeep
 from orbax_delta.blocking import SaveRequest
 from orbax_delta.fallback import OnCorruption
 from orbax_delta.history import RestoreCost
@@ -124,6 +124,7 @@ class Sessions:
             DeltaError: What another process of `job` failed with.
         """
         started = time.time()
+        keys.remember(options.encryption)
         session = self._sessions.get(_key(place))
         if live is not None and session is not None:
             # A save may change it meanwhile. Then less of it is found, and nothing

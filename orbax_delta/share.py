@@ -47,6 +47,7 @@ from orbax_delta.manifests import LeafEntry, PartEntry
 from orbax_delta.options import DeltaOptions
 from orbax_delta.packs import PackWriter
 from orbax_delta.parts import Row
+from orbax_delta.ranges import Packs
 from orbax_delta.reports import SaveReport, chain_lengths
 from orbax_delta.rows import SaveRows
 from orbax_delta.store import Folder
@@ -86,7 +87,7 @@ class ShareWriter:
         base: What is stored already; it hears which entries change.
         kin: What other runs and items have stored.
         elsewhere: Packs that other runs need.
-        packs: Folder of the packs.
+        packs: Where the records lie.
         item: Folder of the item.
         watch: Gets the time of each stage.
     """
@@ -97,7 +98,7 @@ class ShareWriter:
     base: Base
     kin: Kin
     elsewhere: Set[str]
-    packs: Folder
+    packs: Packs
     item: Folder
     watch: Stopwatch
 
@@ -192,7 +193,7 @@ class ShareWriter:
             attempt=self.attempt,
             process=self._process,
             pack_bytes=options.pack_size(
-                local=self.packs.is_local,
+                local=self.packs.folder.is_local,
                 state_bytes=sum(chunk.content_bytes for chunk in cut.own),
             ),
         )
@@ -267,7 +268,9 @@ class ShareWriter:
 
     def _put_part(self, rows: Sequence[Row]) -> tuple[PartEntry, list[str]]:
         packs = sorted({ref.pack for row in rows for ref in row.refs if ref.pack})
-        data = parts.encode_part(self.attempt, rows, packs)
+        data = parts.encode_part(
+            self.attempt, rows, packs, process=self._process, key=self.packs.key
+        )
         entry = PartEntry(
             name=f"part-{self.attempt.hex()}-p{self._process}",
             length=len(data),

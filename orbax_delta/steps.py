@@ -10,22 +10,36 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
-from orbax_delta import chunks, dtypes, parts, records
+from orbax_delta import archived, chunks, dtypes, keys, parts, records
 from orbax_delta.base import Base
-from orbax_delta.errors import CorruptionError, FormatError, NotFoundError
+from orbax_delta.errors import (
+    CorruptionError,
+    FormatError,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+)
 from orbax_delta.manifests import (
     MANIFEST_NAME,
     LeafEntry,
     Manifest,
     PartEntry,
     parse_manifest,
+    process_of,
 )
 from orbax_delta.options import MAX_CHUNK_BYTES
 from orbax_delta.parts import Row
-from orbax_delta.places import MAX_MANIFEST_DEPTH, SELF_CONTAINED_PACKS, Place
+from orbax_delta.places import (
+    MAX_MANIFEST_DEPTH,
+    SELF_CONTAINED_PACKS,
+    Place,
+    locate,
+)
+from orbax_delta.ranges import Packs
 from orbax_delta.reports import SaveReport
+from orbax_delta.sealing import Key, fingerprint
 from orbax_delta.store import STORE_NAME, DeltaStore, Folder
-from orbax_delta.storefiles import ROOT_FILE, STORE_FILE
+from orbax_delta.storefiles import ARCHIVED_FILE, ROOT_FILE, STORE_FILE, Archived
 
 _logger = logging.getLogger("orbax_delta")
 
@@ -38,10 +52,10 @@ class Step:
     """One item of one step, with everything needed to read it.
 
     Attributes:
-        place: Where it lies.
+        place: Where it lies; of a step that was moved to an archive, there.
         manifest: Its MANIFEST.
         rows: All of its rows; every element of every leaf lies in exactly one box.
-        packs: Folder that holds its packs.
+        packs: Where its records lie.
         root_url: Root of its store, also of a step that was moved to a trash; None for
             a self-contained one.
     """
@@ -49,7 +63,7 @@ class Step:
     place: Place
     manifest: Manifest
     rows: Sequence[Row]
-    packs: Folder
+    packs: Packs
     root_url: str | None
 
     def as_base(self) -> Base:
@@ -58,6 +72,7 @@ class Step:
             self.manifest.leaves,
             self.rows,
             store_uuid=self.manifest.store_uuid,
+            key=fingerprint(self.packs.key),
             save_index=self.manifest.save_index,
             predecessor={
                 "step": self.place.step_name,
@@ -66,22 +81,17 @@ class Step:
         )
 
 
-def open_step(place: Place) -> Step:
-    """Open an item of a step.
+def open_step(wanted: Place) -> Step:
+    """Open an item of a step, which may have been moved to an archive.
 
     Raises:
         NotFoundError: There is no MANIFEST, or no store above the step is its own.
         FormatError: MANIFEST, part or store is damaged.
+        WrongKeyError: It is encrypted, and this process does not know its key.
         UnsupportedVersionError: A newer format wrote something of it.
         CorruptionError: A digest does not match, or the rows do not cover the leaves.
     """
-    item = place.folder
-    manifest = read_manifest(item)
-    if manifest is None:
-        raise NotFoundError(
-            f"{place.label} holds no {MANIFEST_NAME}; it was not saved by orbax_delta, "
-            "or its deletion was interrupted"
-        )
+    place, manifest = _require_manifest(wanted)
     if None not in (place.step, manifest.step) and place.step != manifest.step:
         _logger.warning(
             "%s was saved as step %s; its folder was renamed, or another step was "
@@ -98,18 +108,22 @@ def open_step(place: Place) -> Step:
         )
     store = store_of(manifest, place)
     try:
-        rows = read_rows(item, manifest)
+        rows = read_rows(place.folder, manifest)
     except CorruptionError:
-        again = read_manifest(item)
-        if again is None or again.attempt == manifest.attempt:
+        again = find_manifest(wanted)
+        if again is None or again == (place, manifest):
             raise
-        # A repair has replaced it meanwhile, and removed the old part.
-        manifest, rows = again, read_rows(item, again)
+        # Meanwhile a repair has replaced it, or it was moved; the old part has gone.
+        place, manifest = again
+        store, rows = store_of(manifest, place), read_rows(place.folder, manifest)
     return Step(
         place=place,
         manifest=manifest,
         rows=rows,
-        packs=store.packs if store else item.child(SELF_CONTAINED_PACKS),
+        packs=Packs(
+            folder=store.packs if store else place.folder.child(SELF_CONTAINED_PACKS),
+            key=key_of(manifest, place.folder),
+        ),
         root_url=store.root.url.rstrip("/") if store else None,
     )
 
@@ -135,7 +149,65 @@ def is_gone(item: Folder, attempt: str | None = None) -> bool:
         CorruptionError: The same.
     """
     manifest = read_manifest(item)
-    return manifest is None or (attempt is not None and manifest.attempt != attempt)
+    if manifest is None:  # or is it in an archive?
+        return item.read(ARCHIVED_FILE) is None
+    return attempt is not None and manifest.attempt != attempt
+
+
+def _require_manifest(place: Place) -> tuple[Place, Manifest]:
+    found = find_manifest(place)
+    if found is None:
+        raise NotFoundError(
+            f"{place.label} holds no {MANIFEST_NAME}; it was not saved by orbax_delta, "
+            "or its deletion was interrupted"
+        )
+    return found
+
+
+def find_manifest(place: Place) -> tuple[Place, Manifest] | None:
+    """The MANIFEST of an item and where it is: here, or in an archive.
+
+    None where there is neither a MANIFEST nor a link to an archive.
+
+    Raises:
+        NotFoundError: The archive is not there, or the step is not in it.
+        FormatError: MANIFEST or link is damaged, or names what can be no place.
+        UnsupportedVersionError: A newer format wrote it.
+        CorruptionError: Its digest does not match.
+        StorageError: The archive cannot be reached.
+    """
+    manifest = read_manifest(place.folder)
+    if manifest is not None:
+        return place, manifest
+    link = archived.read(place.folder)
+    if link is None:
+        # It may just have been brought back: that removes the link last.
+        manifest = read_manifest(place.folder)
+        return None if manifest is None else (place, manifest)
+    return _followed(place, link)
+
+
+def _followed(place: Place, link: Archived) -> tuple[Place, Manifest]:
+    """The MANIFEST that a link leads to, in an archive or the archive of that."""
+    for _ in range(archived.MOST_MOVES):
+        there = archived.place_of(link)
+        try:
+            manifest = read_manifest(there.folder)
+            further = archived.read(there.folder) if manifest is None else None
+        except StorageError as error:
+            raise archived.unreachable(place, link, error) from error
+        except InvalidInputError as error:
+            # Nobody has given that place: it is the file that is wrong.
+            wrong = FormatError(str(error))
+            raise archived.unreachable(place, link, wrong) from error
+        if manifest is not None and archived.leads_to(link, manifest):
+            return there, manifest
+        if manifest is not None:
+            raise archived.lost(place, link, "which holds another save of that step")
+        if further is None:
+            raise archived.lost(place, link, f"which holds no {MANIFEST_NAME} there")
+        link = further
+    raise archived.lost(place, link, "which leads to yet another archive")
 
 
 def read_manifest(item: Folder) -> Manifest | None:
@@ -150,6 +222,15 @@ def read_manifest(item: Folder) -> Manifest | None:
     if data is None:
         return None
     return parse_manifest(data, where=item.url + MANIFEST_NAME)
+
+
+def key_of(manifest: Manifest, item: Folder) -> Key | None:
+    """The key of a step, if it is encrypted.
+
+    Raises:
+        WrongKeyError: This process does not know it.
+    """
+    return keys.key_of(manifest.encryption, manifest.attempt, item.url.rstrip("/"))
 
 
 def packs_of(manifest: Manifest, place: Place) -> Folder:
@@ -227,6 +308,7 @@ def read_rows(item: Folder, manifest: Manifest) -> list[Row]:
     Raises:
         CorruptionError: A part is missing, or is not what the MANIFEST says.
         FormatError: A part is none.
+        WrongKeyError: It is encrypted, and this process does not know its key.
         UnsupportedVersionError: A newer format wrote it.
     """
     with _no_cycles():
@@ -250,7 +332,7 @@ def _no_cycles() -> Iterator[None]:
 
 
 def _read_rows(item: Folder, manifest: Manifest) -> list[Row]:
-    words = manifest.word_sizes()
+    words, key = manifest.word_sizes(), key_of(manifest, item)
     rows: list[Row] = []
     for part in manifest.parts:
         data = _read_part(item, part)
@@ -261,6 +343,8 @@ def _read_rows(item: Folder, manifest: Manifest) -> list[Row]:
                 rows=part.rows,
                 packs=[manifest.packs[index] for index in part.packs],
                 words=words,
+                process=process_of(part.name),
+                key=key,
             )
         except (CorruptionError, FormatError) as error:
             raise type(error)(f"{item.url}{part.name}: {error}") from error
@@ -318,20 +402,22 @@ def save_report(directory: str | os.PathLike[str]) -> SaveReport:
         directory: A step's directory with one item, or an item's directory.
 
     Raises:
-        NotFoundError: There is no MANIFEST, or there are several.
+        NotFoundError: There is no MANIFEST, or there are several; or the step was moved
+            to an archive and is not there.
     """
     folder = Folder(os.fspath(directory))
+    names = (MANIFEST_NAME, ARCHIVED_FILE)
     try:
-        found = folder.find(MANIFEST_NAME, max_depth=1, skip=STORE_NAME)
+        found = folder.find(names, max_depth=1, skip=STORE_NAME)
     except FileNotFoundError as error:
         raise NotFoundError(f"{folder.url} is not there") from error
-    if len(found) != 1:
+    items = sorted({key.rpartition("/")[0] for key in found})
+    if len(items) != 1:
         raise NotFoundError(
-            f"{folder.url} holds {len(found)} MANIFESTs {found}; name the directory of "
-            "one step and item"
+            f"{folder.url} holds {len(items)} items with a {MANIFEST_NAME} {items}; "
+            "name the directory of one step and item"
         )
-    item = Folder(folder.url + found[0].removesuffix(MANIFEST_NAME))
-    manifest = read_manifest(item)
-    if manifest is None:
-        raise NotFoundError(f"{item.url}{MANIFEST_NAME} vanished")
-    return SaveReport.from_document(manifest.report, where=item.url + MANIFEST_NAME)
+    item_url = f"{folder.url}{items[0]}".rstrip("/")
+    place, manifest = _require_manifest(locate(item_url))
+    where = f"{place.item_url}/{MANIFEST_NAME}"
+    return SaveReport.from_document(manifest.report, where=where)

@@ -198,9 +198,8 @@ class Folder:
         if not self.is_local:
             return []
         try:
-            found = list(
-                _find_local(Path(self.url), "", f"*{localwrites.UNFINISHED}", 1, "")
-            )
+            pattern = f"*{localwrites.UNFINISHED}"
+            found = list(_find_local(Path(self.url), "", (pattern,), 1, ""))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -224,27 +223,31 @@ class Folder:
             with contextlib.suppress(OSError):
                 os.rmdir(self.url)
 
-    def find(self, name: str, *, max_depth: int, skip: str) -> list[str]:
+    def find(
+        self, name: str | tuple[str, ...], *, max_depth: int, skip: str
+    ) -> list[str]:
         """Keys whose last component is `name`, at most `max_depth` folders down.
 
-        `name` may be a pattern as `part-*`. Folders called `skip` are not entered. On
-        a local disk this does not list the many files of other handlers' steps.
+        `name` may be a pattern as `part-*`, or several of which one must fit. Folders
+        called `skip` are not entered. On a local disk this does not list the many files
+        of other handlers' steps.
 
         Raises:
             FileNotFoundError: A folder vanished while it was read (local disks).
             StorageError: A folder cannot be listed.
         """
+        patterns = (name,) if isinstance(name, str) else name
         if not self.is_local:
             keys = (key.split("/") for key in self._names_around(skip))
             return [
                 "/".join(parts)
                 for parts in keys
-                if fnmatch.fnmatchcase(parts[-1], name)
+                if _fits(parts[-1], patterns)
                 and skip not in parts
                 and len(parts) <= max_depth + 1
             ]
         try:
-            return sorted(_find_local(Path(self.url), "", name, max_depth, skip))
+            return sorted(_find_local(Path(self.url), "", patterns, max_depth, skip))
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -266,18 +269,22 @@ class Folder:
             return sorted(key.decode() for found in listings for key in found.result())
 
 
+def _fits(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _find_local(
-    root: Path, below: str, name: str, depth: int, skip: str
+    root: Path, below: str, patterns: tuple[str, ...], depth: int, skip: str
 ) -> Iterator[str]:
     with os.scandir(root / below) as entries:
         for entry in entries:
-            if fnmatch.fnmatchcase(entry.name, name) and entry.is_file():
+            if _fits(entry.name, patterns) and entry.is_file():
                 yield below + entry.name
             elif depth and entry.name != skip and entry.is_dir():
                 # A link too: Orbax lists and restores a step that was moved to another
                 # disk and linked. The depth bounds links in a circle.
                 yield from _find_local(
-                    root, f"{below}{entry.name}/", name, depth - 1, skip
+                    root, f"{below}{entry.name}/", patterns, depth - 1, skip
                 )
 
 

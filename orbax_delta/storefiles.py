@@ -1,8 +1,8 @@
-"""Small files that tie stores and roots together: STORE.json, ROOT.json, the registry.
+"""Small files that tie places together: STORE.json, ROOT.json, the registry, ARCHIVED.
 
-A store says who it is, a root that uses a shared store says where that lies, and the
-store lists the roots that use it. Pure bytes. Does not belong here: reading or writing
-any of them, what follows from what they say.
+A store says who it is, a root that uses a shared store says where that lies, the store
+lists the roots that use it, and a step that was moved says where it is. Pure bytes.
+Does not belong here: reading or writing any of them, what follows from what they say.
 """
 
 import dataclasses
@@ -11,17 +11,21 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from orbax_delta import jsontext
+from orbax_delta import jsontext, locations
 from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
 from orbax_delta.options import StoreLocation
 from orbax_delta.records import FORMAT_VERSION
 
 STORE_FILE = "STORE.json"
 ROOT_FILE = "ROOT.json"
+ARCHIVED_FILE = "ARCHIVED"
 UUID = re.compile(r"[0-9a-f]{32}")
 
 _STORE_MAGIC = "orbax-delta-store"
 _ROOT_MAGIC = "orbax-delta-root"
+_ARCHIVED_MAGIC = "orbax-delta-archived"
+_MOST_FOLDERS = 2
+_MAX_SAVED_US = 250_000_000_000 * 10**6  # calendars end
 _STORE_REMEDY = (
     "`orbax-delta repair` of this root writes it anew, if the steps agree on what it "
     "must hold; otherwise restore it from a copy"
@@ -33,6 +37,10 @@ _ROOT_REMEDY = (
 _ENTRY_REMEDY = (
     "the next save to that root, or `orbax-delta repair` of it, writes it anew; if it "
     "is gone for good, `orbax-delta forget` takes this name too"
+)
+_ARCHIVED_REMEDY = (
+    "delete the step's folder and bring the step back from its archive: `orbax-delta "
+    "archive ARCHIVE ROOT --steps ...`"
 )
 
 
@@ -77,6 +85,25 @@ class Registered:
     root_uuid: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Archived:
+    """What ARCHIVED says: where an item of a step lies that was moved from here.
+
+    Attributes:
+        archive: Location of the archive.
+        path: The item's folder in it.
+        store_uuid: Identity of its store; empty for a self-contained one.
+        attempt: Of its save, or of a repair since, when it was moved.
+        saved_us: When it was saved, in microseconds since 1970; no repair changes that.
+    """
+
+    archive: str
+    path: str
+    store_uuid: str
+    attempt: str
+    saved_us: int
+
+
 def store_document(uuid: str, *, shared: bool = False) -> bytes:
     """What STORE.json of the store `uuid` holds."""
     return _sealed(magic=_STORE_MAGIC, shared=shared, uuid=uuid)
@@ -96,6 +123,11 @@ def root_document(link: Link) -> bytes:
 def entry_document(entry: Registered) -> bytes:
     """What an entry of the registry holds."""
     return _sealed(magic=_ROOT_MAGIC, root=entry.root, root_uuid=entry.root_uuid)
+
+
+def archived_document(link: Archived) -> bytes:
+    """What ARCHIVED holds."""
+    return _sealed(magic=_ARCHIVED_MAGIC, **dataclasses.asdict(link))
 
 
 def _sealed(**document: Any) -> bytes:
@@ -161,9 +193,47 @@ def parse_entry(data: bytes, where: str) -> Registered:
     return Registered(root=root, root_uuid=uuid)
 
 
+def parse_archived(data: bytes, where: str) -> Archived:
+    """Read ARCHIVED.
+
+    Raises:
+        FormatError: It is no such file.
+        UnsupportedVersionError: A newer format wrote it.
+        CorruptionError: Its digest does not match.
+    """
+    what = "the file of a step that was moved to an archive"
+    document = _opened(data, where, _ARCHIVED_MAGIC, what, _ARCHIVED_REMEDY)
+    uuid, saved = document.get("store_uuid"), document.get("saved_us")
+    good = (
+        (uuid == "" or _is_uuid(uuid))
+        and _is_uuid(document.get("attempt"))
+        and _is_location(document.get("archive"))
+        and _is_path(document.get("path"))
+        and type(saved) is int
+        and 0 <= saved <= _MAX_SAVED_US
+    )
+    if not good:
+        raise FormatError(
+            f"{where} does not say which step lies where; {_ARCHIVED_REMEDY}"
+        )
+    return Archived(**{name: document[name] for name in _ARCHIVED_FIELDS})
+
+
+_ARCHIVED_FIELDS = [field.name for field in dataclasses.fields(Archived)]
+
+
+def _is_path(value: object) -> bool:
+    """Whether it leads to an item's folder, and nowhere else."""
+    names = value.split("/") if isinstance(value, str) else []
+    good = not {"", ".", ".."}.intersection(names)
+    return 0 < len(names) <= _MOST_FOLDERS and good
+
+
 def _is_location(value: object) -> TypeGuard[str]:
     """Whether it means the same in any working directory."""
-    return isinstance(value, str) and ("://" in value or os.path.isabs(value))
+    if not isinstance(value, str):
+        return False
+    return os.path.isabs(value) or locations.is_known(value)
 
 
 def _is_uuid(value: object) -> bool:

@@ -32,14 +32,11 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)
 
 
-def seconds_of(text: str) -> float:
-    """Seconds of a time such as `90`, `15m`, `12h` or `2.5d`.
+def seconds(text: str) -> float:
+    """Seconds of a time such as `90`, `15m`, `12h` or `2.5d`: a type of an option.
 
-    >>> seconds_of("90"), seconds_of("2.5d")
-    (90.0, 216000.0)
-
-    Raises:
-        click.BadParameter: It is none.
+    >>> seconds("1.5h")
+    5400.0
     """
     found = _TIME.fullmatch(text)
     if found is None:

@@ -452,7 +452,7 @@ def _base_folder(item: Item) -> str:
 def _step_folder(item: Item) -> str:
     """Folder of a step relative to the root; empty where it is the root."""
     folder = item.key.removesuffix(MANIFEST_NAME).rstrip("/")
-    alone = item.manifest is not None and item.manifest.self_contained
+    alone = item.place.root_url is None
     return folder if alone else folder.rpartition("/")[0]
 
 

@@ -3,7 +3,7 @@
 Does not belong here: reading anything, deciding what is shown.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.box
@@ -128,6 +128,10 @@ def steps_table(root: Document) -> Table:
         if "error" in entry:
             table.add_row(_step(entry), entry["item"], "damaged", style="red")
             continue
+        if "archive" in entry:
+            cells = (_step(entry), entry["item"] or "-", _saved_at(entry), "archived")
+            table.add_row(*cells, style="dim")
+            continue
         table.add_row(
             _step(entry),
             entry["item"] or "-",
@@ -208,10 +212,24 @@ def store_lines(root: Document, *, bases: bool) -> list[str | Text]:
             f"Kept whatever is deleted: the state{plural} of step{plural} "
             f"{', '.join(kept)}. More: orbax-delta ls --bases {root['root']}"
         )
+    moved = {e["step"]: e["archive"] for e in root["steps"] if "archive" in e}
+    lines += [] if bases else archived_lines(moved, root["root"])
     entries = (store, *root["steps"], *root["bases"])
     damaged = (entry for entry in entries if "error" in entry)
     lines += [Text(entry["error"]["message"], style="red") for entry in damaged]
     return lines
+
+
+def archived_lines(moved: Mapping[str, str], root: str) -> list[str]:
+    """Where steps are that were moved, by their archives."""
+    by_archive: dict[str, list[str]] = {}
+    for step, archive in moved.items():
+        by_archive.setdefault(archive, []).append(step)
+    return [
+        f"Moved to {archive}: {_names(steps)}. Back: orbax-delta archive {archive} "
+        f"{root} --steps {steps[-1]}"
+        for archive, steps in by_archive.items()
+    ]
 
 
 def facts_table(step: Document) -> Table:
@@ -227,7 +245,9 @@ def facts_table(step: Document) -> Table:
         ("built on", f"step {before['step']}" if before else "nothing"),
         *_report_facts(step),
         ("packs", f"{step['packs']} in {step['packs_url']}"),
+        *([("archive", step["archive"])] if "archive" in step else []),
         ("store", step["store_uuid"] or "none, the packs lie beside the MANIFEST"),
+        ("encrypted", f"with key {step['key_id']}" if step["key_id"] else "no"),
         ("options", pairs(step["options"])),
         ("versions", pairs(step["versions"])),
         ("custom metadata", str(step["custom_metadata"] or "none")),
@@ -346,6 +366,7 @@ def verify_lines(report: Document) -> list[str | Text]:
         lines.append(
             f"Saved by other handlers, not looked at: {_names(report['others'])}."
         )
+    lines += archived_lines(report["archived"], report["root"])
     if report["unnamed_packs"]:
         lines.append(
             f"Named by no step: {_count(len(report['unnamed_packs']), 'pack')}, "

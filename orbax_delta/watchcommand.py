@@ -15,12 +15,20 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from orbax_delta import costdocuments, costs, costviews, prometheus, views, watching
+from orbax_delta import (
+    costdocuments,
+    costs,
+    costviews,
+    prometheus,
+    terminal,
+    views,
+    watching,
+)
 from orbax_delta.costs import Costs
 from orbax_delta.documents import Document
 from orbax_delta.errors import DeltaError
 from orbax_delta.listing import url_of
-from orbax_delta.terminal import prometheus_option, root_argument, seconds_of
+from orbax_delta.terminal import prometheus_option, root_argument
 
 _WATCHED_SAVES = 15
 _LEAST_INTERVAL, _LONGEST_INTERVAL = 0.1, 86400.0
@@ -28,7 +36,7 @@ _LEAST_INTERVAL, _LONGEST_INTERVAL = 0.1, 86400.0
 
 def _interval(text: str) -> float:
     """Seconds between two looks."""
-    seconds = seconds_of(text)
+    seconds = terminal.seconds(text)
     if not _LEAST_INTERVAL <= seconds <= _LONGEST_INTERVAL:
         raise click.BadParameter(f"{text!r} is not from {_LEAST_INTERVAL}s to 1d")
     return seconds

@@ -129,7 +129,7 @@ def part(data: bytes) -> None:
             file = mutations.mutated_part(seeds().part, choices)
     manifest = _manifest()
     entry = PartEntry(
-        name="part",
+        name=f"part-{manifest.attempt}-p0",
         length=len(file),
         digest=hostile.digest(file).hex(),
         rows=int.from_bytes(file[12:16], "little"),

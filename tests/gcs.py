@@ -108,7 +108,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(200, data, headers)
         else:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
-            start, stop = int(first), min(int(last or len(data)) + 1, len(data))
+            # Without a first byte the number is that of the last ones.
+            start = int(first) if first else max(len(data) - int(last), 0)
+            end = int(last) if first and last else len(data)
+            stop = min(end + 1, len(data))
             if start >= len(data):
                 self._answer(416, {})
             else:

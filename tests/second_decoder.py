@@ -4,6 +4,7 @@ Like `second_reader`, written from FORMAT.md alone; numbers in comments are sect
 """
 
 import dataclasses
+import hmac
 import re
 import struct
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import xxhash
 import zstandard
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 FULL, CONSTANT, PLANES, DIFFERENCE, BLOCKS, SPARSE = (1, 2, 6), 1, 2, 3, 4, 5
 GRID, GRID_CHANGE, RELATIVE = 6, 7, 8
@@ -69,17 +72,15 @@ def sizes(dtype: str) -> tuple[int, int]:
     return size, size // 2 if kind == "c" else size
 
 
-def content(
-    row: Row, elements: int, dtype: str, word: int, folder: Path, packs: list[str]
-) -> bytes:
+def content(row: Row, elements: int, dtype: str, word: int, packs: "Packs") -> bytes:
     """Content of a chunk, its digest checked; packed types one byte an element."""
     bits = PACKED.get(dtype, 8 * sizes(dtype)[0])
     size = -(-elements * bits // 8)
     if row.rule:
-        words = _list(row, 2 * size, 4, folder, packs)
+        words = _list(row, 2 * size, 4, packs)
         content = (_bfloat16 if row.rule == 1 else _float16)(words).tobytes()
     else:
-        content = _list(row, size, word, folder, packs).tobytes()
+        content = _list(row, size, word, packs).tobytes()
     check(xxhash.xxh3_128_digest(content) == row.digest, "digest of a chunk")
     if dtype not in PACKED:
         return content
@@ -89,7 +90,7 @@ def content(
     return spread[:elements].tobytes()
 
 
-def _list(row: Row, size: int, word: int, folder: Path, packs: list[str]) -> np.ndarray:
+def _list(row: Row, size: int, word: int, packs: "Packs") -> np.ndarray:
     """What the records of a list yield, as words (7.4)."""
     words = np.zeros(0, f"<u{word}")
     check(size <= NO_PACK, "content of a record")
@@ -99,7 +100,7 @@ def _list(row: Row, size: int, word: int, folder: Path, packs: list[str]) -> np.
             check(not any(stored[word:]), "word of a constant")
             words = np.full(size // word, np.frombuffer(stored[:word], words.dtype)[0])
             continue
-        data = _slice(folder / packs[pack], offset, length)
+        data = packs.record(pack, offset, length)
         magic, number, width, flags, content, payload, digest = struct.unpack(
             "<4sBBHII16s", data[:32]
         )
@@ -111,6 +112,48 @@ def _list(row: Row, size: int, word: int, folder: Path, packs: list[str]) -> np.
         words = _DECODERS[form](_Payload(data[32:-8], size // word, word), words)
         check(xxhash.xxh3_128_digest(words.tobytes()) == digest, "digest of a record")
     return words
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Packs:
+    """Where records lie, and the user's key if they are sealed."""
+
+    folder: Path
+    names: list[str]
+    secret: bytes | None
+
+    def record(self, pack: int, offset: int, length: int) -> bytes:
+        name = self.names[pack]
+        data = _slice(self.folder / name, offset, length)
+        if self.secret is None:
+            return data
+        check(data[:4] == b"ODRS", "magic of a sealed record")
+        (checksum,) = struct.unpack("<Q", data[-8:])
+        check(xxhash.xxh3_64_intdigest(data[:-8]) == checksum, "sealed record")
+        attempt, process, number = name.split("-")
+        place = int(process[1:]), int(number), offset
+        return unseal(self.secret, attempt, place, data[4:-8], None)
+
+
+def derived(secret: bytes, attempt: str, info: str, size: int) -> bytes:
+    """What a user's key is used for (8.10), by RFC 5869 itself."""
+    pseudo = hmac.digest(bytes.fromhex(attempt) or bytes(32), secret, "sha256")
+    return hmac.digest(pseudo, info.encode() + b"\1", "sha256")[:size]
+
+
+def unseal(
+    secret: bytes,
+    attempt: str,
+    place: tuple[int, int, int],
+    sealed: bytes,
+    header: bytes | None,
+) -> bytes:
+    """What was sealed in a place (5.2)."""
+    key = AESGCM(derived(secret, attempt, "orbax_delta seal", 32))
+    try:
+        return key.decrypt(struct.pack("<III", *place), sealed, header)
+    except InvalidTag as error:
+        raise DamagedError(f"tag at {place}") from error
 
 
 def _slice(path: Path, offset: int, length: int) -> bytes:

@@ -22,11 +22,14 @@ from second_decoder import (
     NO_PACK,
     RELATIVE,
     DamagedError,
+    Packs,
     Row,
     UnknownVersionError,
     check,
     content,
+    derived,
     sizes,
+    unseal,
     unzstd,
 )
 
@@ -42,6 +45,7 @@ FIELDS = {  # 8.2
     **{"predecessor": dict | None, "custom_metadata": object},
     "required_features": list,
 }
+ADDED = {"lossy": "lossy", "encrypted": "encryption"}  # 14
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +59,12 @@ class Array:
     key_type: str | None = None
 
 
-def read_step(item_folder: str | Path) -> dict[tuple[str, ...], Any]:
+def read_step(
+    item_folder: str | Path, secret: bytes | None = None
+) -> dict[tuple[str, ...], Any]:
     """Every leaf of one item of one step, by its path.
+
+    An encrypted one is opened with the user's key, 32 secret bytes.
 
     Raises:
         DamagedError: Something is damaged or missing.
@@ -64,7 +72,7 @@ def read_step(item_folder: str | Path) -> dict[tuple[str, ...], Any]:
     """
     folder = Path(item_folder).absolute()
     try:
-        return _read_step(folder)
+        return _read_step(folder, secret)
     except (*_PARSING, OSError) as error:
         raise DamagedError(f"{folder}: {error!r}") from error
 
@@ -73,14 +81,17 @@ _PARSING = (ValueError, TypeError, KeyError, IndexError, OverflowError, Recursio
 _PARSING += (struct.error, zstandard.ZstdError)
 
 
-def _read_step(folder: Path) -> dict[tuple[str, ...], Any]:
-    manifest = read_manifest((folder / "MANIFEST").read_bytes())
+def _read_step(folder: Path, secret: bytes | None) -> dict[tuple[str, ...], Any]:
+    folder, manifest = _manifest(folder)
     packs = folder / "packs"
     if manifest["store_uuid"]:
         packs = find_store(folder, manifest["store_uuid"]) / "packs"
+    secret = _secret(manifest, secret)
     leaves = manifest["leaves"]
     rows = [
-        row for entry in manifest["parts"] for row in _part(folder, entry, manifest)
+        row
+        for entry in manifest["parts"]
+        for row in _part(folder, entry, manifest, secret)
     ]
     by_leaf: dict[int, list[Row]] = {number: [] for number in range(len(leaves))}
     for row in rows:
@@ -88,7 +99,9 @@ def _read_step(folder: Path) -> dict[tuple[str, ...], Any]:
     for number, leaf in enumerate(leaves):
         _check_cover(leaf, by_leaf[number])
     return {
-        tuple(leaf["path"]): _value(leaf, by_leaf[number], packs, manifest["packs"])
+        tuple(leaf["path"]): _value(
+            leaf, by_leaf[number], Packs(packs, manifest["packs"], secret)
+        )
         for number, leaf in enumerate(leaves)
     }
 
@@ -131,11 +144,11 @@ def read_manifest(data: bytes) -> dict[str, Any]:
         xxhash.xxh3_128_hexdigest(frame).encode() == rest[1], "digest of the MANIFEST"
     )
     document = parse_json(unzstd(frame, int(rest[2])))
-    if document["required_features"] not in ([], ["lossy"]):
+    if not {*document["required_features"]} <= {*ADDED}:
         raise UnknownVersionError(f"features {document['required_features']}")
-    lossy = {"lossy": dict} if document["required_features"] else {}
-    check(document.keys() == {**FIELDS, **lossy}.keys(), "fields of the MANIFEST")
-    for name, kind in {**FIELDS, **lossy}.items():
+    added = {ADDED[feature]: dict for feature in document["required_features"]}
+    check(document.keys() == {**FIELDS, **added}.keys(), "fields of the MANIFEST")
+    for name, kind in {**FIELDS, **added}.items():
         fits = isinstance(document[name], kind) and not (
             isinstance(document[name], bool) and kind is not object
         )
@@ -209,6 +222,20 @@ def _check_leaf(leaf: dict[str, Any], shardings: int) -> None:
         check(dtype == "" and shape == [], f"type of {path}")
 
 
+def _manifest(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The MANIFEST of an item and its folder, here or in an archive (9.6)."""
+    for _ in range(4):
+        link = folder / "ARCHIVED"
+        if (folder / "MANIFEST").is_file() or not link.is_file():
+            return folder, read_manifest((folder / "MANIFEST").read_bytes())
+        found = _sealed(link, "orbax-delta-archived")
+        names = found["path"].split("/")
+        check(len(names) <= 2 and not {"", ".", ".."} & {*names}, f"path of {link}")
+        check(found["archive"].startswith("/"), f"archive of {link}")
+        folder = Path(found["archive"], *names)
+    raise DamagedError(f"{folder} leads to yet another archive")
+
+
 def find_store(folder: Path, uuid: str) -> Path:
     """The store of a step (2.3)."""
     stores = [_store_of_root(above) for above in list(folder.parents)[:5]]
@@ -253,7 +280,20 @@ def _sealed(path: Path, magic: str) -> dict[str, Any]:
 # --- parts --------------------------------------------------------------------------
 
 
-def _part(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> list[Row]:
+def _secret(manifest: dict[str, Any], secret: bytes | None) -> bytes | None:
+    """The user's key if the step is sealed with it (8.10)."""
+    if "encryption" not in manifest:
+        return None
+    check(manifest["encryption"].keys() == {"key_id", "check"}, "encryption")
+    attempt, expected = manifest["attempt"], manifest["encryption"]["check"]
+    found = secret and derived(secret, attempt, "orbax_delta check", 16).hex()
+    check(found == expected, "the key")
+    return secret
+
+
+def _part(
+    folder: Path, entry: dict[str, Any], manifest: dict[str, Any], secret: bytes | None
+) -> list[Row]:
     """The rows of a part (7.2 to 7.4)."""
     check(
         entry.keys() == {"name", "length", "digest", "rows", "packs"},
@@ -272,11 +312,16 @@ def _part(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> list
     check(magic == b"ODPART\r\n", "magic of a part")
     if version != 1:
         raise UnknownVersionError(f"part of version {version}")
-    check(not flags and attempt.hex() == name[1], "header of a part")
+    check(flags == (secret is not None), "flags of a part")
+    check(attempt.hex() == name[1], "attempt of a part")
     check(rows == entry["rows"], "rows of a part")
     check(max(rows, records) <= MOST_ROWS, "size of a part")
     check(size == 27 * rows + 8 * bounds + 13 * records, "body of a part")
-    column = _columns(unzstd(data[48:], size), rows, bounds, records)
+    frame = data[48:]
+    if secret is not None:
+        place = int(entry["name"].rpartition("-p")[2]), 0xFFFFFFFF, 0
+        frame = unseal(secret, name[1], place, frame, data[:48])
+    column = _columns(unzstd(frame, size), rows, bounds, records)
     check(column["dimensions"].sum(dtype=int) * 2 == bounds, "bounds of a part")
     check(column["records"].sum(dtype=int) == records, "records of a part")
     own, listed = entry["packs"], range(len(manifest["packs"]))
@@ -355,9 +400,7 @@ def _check_cover(leaf: dict[str, Any], rows: list[Row]) -> None:
 # --- values ------------------------------------------------------------------------
 
 
-def _value(
-    leaf: dict[str, Any], rows: list[Row], folder: Path, packs: list[str]
-) -> Any:
+def _value(leaf: dict[str, Any], rows: list[Row], packs: Packs) -> Any:
     kind, dtype, value = leaf["kind"], leaf["dtype"], leaf["value"]
     if kind == "bool":
         check(type(value) is bool, "bool")
@@ -369,7 +412,7 @@ def _value(
     whole = np.zeros(leaf["shape"], f"V{size}")
     for row in rows:
         shape = [b.stop - b.start for b in row.box]
-        chunk = content(row, math.prod(shape), dtype, word, folder, packs)
+        chunk = content(row, math.prod(shape), dtype, word, packs)
         whole[row.box] = np.frombuffer(chunk, f"V{size}").reshape(shape)
     data = whole.tobytes()
     if kind == "bytes":

@@ -281,6 +281,20 @@ def test_bounds(cache, tmp_path):
     assert all(set(size["largest"].values()) == {0.0} for size in exact)
 
 
+def test_sealed(cache, tmp_path):
+    """Two workloads; sealed records take a few bytes more."""
+    file = tmp_path / "s.json"
+    printed = run(
+        *("sealed.py", "--scale", "tiny", "--repetitions", 1, "--cache", cache),
+        *("--workloads", "dense", "rl_bf16", "--json", file),
+    )
+    assert "rl_bf16" in printed
+    for found in json.loads(file.read_text()).values():
+        plain, sealed = (samples[0]["saves"] for samples in found.values())
+        for one, other in zip(plain, sealed, strict=True):
+            assert 0 < other["added_bytes"] - one["added_bytes"] < 10_000
+
+
 def test_quality(tmp_path):
     """Every policy in both phases, and a picture."""
     files = ["--json", tmp_path / "q.json", "--plot", tmp_path / "q.png"]
@@ -290,3 +304,11 @@ def test_quality(tmp_path):
     assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
     outcomes = json.loads((tmp_path / "q.json").read_text())
     assert {len(outcome["differences"]) for outcome in outcomes} == {1}
+
+
+def test_archives(cache):
+    """A row for each kind of run, and the archive is whole."""
+    arguments = ["--scale", "tiny", "--saves", 4, "--every", 2, "--cache", cache]
+    printed = run("archives.py", *arguments)
+    for name in ("dense", "rl_bf16", "frozen_backbone"):
+        assert name in printed

@@ -65,3 +65,14 @@ def test_no_line_is_wrapped_by_accident(path):
     blocks = path.read_text().split("```")[::2]
     lines = [line for block in blocks for line in block.splitlines()]
     assert max(len(line) for line in lines if not line.startswith("|")) <= 120
+
+
+def test_the_readme_leads_to_all_its_sections():
+    """Each is in the table at its top, under the anchor that it has."""
+    readme = (REPOSITORY / "README.md").read_text()
+    prose = "".join(readme.split("```")[::2])
+    titles = re.findall(r"(?m)^## (.+)$", prose)
+    links = dict(re.findall(r"\[([^]\n]+)\]\(#([\w-]+)\)", prose))
+    assert {title: title.lower().replace(" ", "-") for title in titles} == {
+        title: links.get(title) for title in titles
+    }

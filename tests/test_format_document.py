@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import orbax_delta
 from orbax_delta import (
+    archived,
     chunks,
     codecs,
     dtypes,
@@ -33,6 +34,7 @@ from orbax_delta import (
     prune,
     records,
     reports,
+    sealing,
     shardings,
     sparse,
     store,
@@ -77,6 +79,7 @@ def _tables(text):
 
 
 TABLES = _tables(DOCUMENT)
+FEATURE_FIELDS = dict.fromkeys(manifests._FEATURE_FIELDS.values(), (dict,))
 
 
 def _struct_format(rows):
@@ -111,6 +114,8 @@ def _magic(text):
         ("4.9", 0, grids._HEAD),
         ("5.1", 0, records._RECORD_HEAD),
         ("5.1", 1, records._CHECKSUM),
+        ("5.2", 1, sealing._CHECKSUM),
+        ("5.2", 2, sealing._PLACE),
         ("6.1", 0, records._PACK_HEAD),
         ("6.2", 0, records._INDEX_ENTRY),
         ("6.3", 0, records._PACK_TAIL),
@@ -126,6 +131,7 @@ def test_binary_fields_have_the_sizes_of_the_code(section, index, layout):
     ("section", "field", "magic"),
     [
         ("5.1", 0, records.RECORD_MAGIC),
+        ("5.2", 0, sealing.SEALED_MAGIC),
         ("6.1", 0, records.PACK_MAGIC),
         ("6.3", 3, records.PACK_END_MAGIC),
         ("7.2", 0, parts.PART_MAGIC),
@@ -270,7 +276,7 @@ _JSON_NAMES = {
 @pytest.mark.parametrize(
     ("section", "fields"),
     [
-        ("8.2", manifests._LOSSY_FIELDS),
+        ("8.2", {**manifests._MANIFEST_FIELDS, **FEATURE_FIELDS}),
         ("8.3", manifests._LEAF_FIELDS),
         ("8.5", manifests._PART_FIELDS),
     ],
@@ -288,6 +294,18 @@ def test_json_fields_and_types_are_those_of_the_code(section, fields):
         name: {"any"} if len(kinds) == 6 else kinds for name, kinds in expected.items()
     }
     assert documented == expected
+
+
+def test_what_is_made_of_a_key_is_that_of_the_code():
+    """The texts that tell the uses of a key apart, and how much is made for each."""
+    made = {row["info"].encode(): int(row["bytes"]) for row in TABLES["8.10"][0]}
+    assert made == {
+        sealing._FOR_SEALING: sealing.KEY_BYTES,
+        sealing._FOR_CHECK: sealing._CHECK_BYTES,
+        sealing._FOR_PRINT: sealing._PRINT_BYTES,
+    }
+    assert f"number {sealing._PART_NUMBER:#X}".replace("X", "x") in DOCUMENT
+    assert _names(TABLES["8.10"][1]) == ["key_id", "check"]
 
 
 def test_manifests_write_the_documented_fields():
@@ -399,7 +417,7 @@ def test_reports_and_options_have_the_documented_fields():
     """What stands in a MANIFEST for people."""
     report = [field.name for field in dataclasses.fields(reports.SaveReport)]
     assert _names(TABLES["8.8"][0]) == report
-    section = DOCUMENT.partition("### 8.9 Options")[2].partition("\n## ")[0]
+    section = DOCUMENT.partition("### 8.9 Options")[2].partition("\n### ")[0]
     named = re.findall(r"`(\w+)`", section)
     values = list(options.DeltaOptions().recorded())
     assert [name for name in named if name != "DeltaOptions"] == values
@@ -435,7 +453,7 @@ def test_the_version_is_that_of_the_code():
     for row in rows:
         assert row["meaning"] == f"format version, {records.FORMAT_VERSION}"
     features = {row["feature"] for row in TABLES["14"][0]}
-    assert features == manifests.KNOWN_FEATURES == {manifests.LOSSY}
+    assert features == manifests.KNOWN_FEATURES
 
 
 def test_limits_are_those_of_the_code():
@@ -452,6 +470,7 @@ def test_limits_are_those_of_the_code():
         trees.MAX_DEPTH,
         fields.MAX_METADATA_DEPTH,
         places.MAX_MANIFEST_DEPTH,
+        archived.MOST_MOVES,
         options.MAX_CHUNK_BYTES,
         fields.MAX_COUNT,
     ]
@@ -514,6 +533,7 @@ def test_a_saved_root_has_the_documented_files(root):
         "bases/*": f"bases/{patterns['attempt']}/({patterns['part']}|MANIFEST)",
         "part-*": patterns["part"],
         "MANIFEST": "MANIFEST",
+        "ARCHIVED": "ARCHIVED",
     }
     assert _names(TABLES["2"][0], "file") == list(documented)
     of_orbax = {"_CHECKPOINT_METADATA", "_METADATA", "_sharding"}
@@ -522,7 +542,8 @@ def test_a_saved_root_has_the_documented_files(root):
         matches = [key for key, p in documented.items() if re.fullmatch(p, name)]
         assert matches, name
         used.update(matches)
-    assert used == set(documented) - {"condemned/*", "ROOT.json", "roots/*"}
+    absent = {"condemned/*", "ROOT.json", "roots/*", "ARCHIVED"}
+    assert used == set(documented) - absent
 
 
 def test_a_root_of_a_shared_store_has_the_documented_files(root, tmp_path):
@@ -546,6 +567,27 @@ def test_a_root_of_a_shared_store_has_the_documented_files(root, tmp_path):
         meaning = {row["field"]: row["meaning"] for row in table}
         assert str(document["format_version"]) == meaning["format_version"]
         assert f"`{document['magic']}`" == f"`{meaning['magic']}`"
+
+
+def test_a_step_that_was_moved_leaves_the_documented_file(root, tmp_path):
+    """Section 9.6: its name, place and fields; and the name of a pin of section 9.7."""
+    with ocp.CheckpointManager(
+        root, handler_registry=orbax_delta.handler_registry()
+    ) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": np.arange(1000.0)}))
+    assert orbax_delta.archive(root, tmp_path / "cold", steps=[0], move=True).ok
+    (path,) = (path for path in root.rglob("*") if path.name == "ARCHIVED")
+    assert path.parent == root / "0" / "default"
+    document = json.loads(path.read_text())
+    (table,) = TABLES["9.6"]
+    assert sorted(document) == _names(table)
+    meaning = {row["field"]: row["meaning"] for row in table}
+    assert str(document["format_version"]) == meaning["format_version"]
+    assert f"`{document['magic']}`" == f"`{meaning['magic']}`"
+    attempt = "0" * 32
+    text = re.search(r"the digest of the text `(archive <attempt>)`", DOCUMENT)[1]
+    digest = records.digest(text.replace("<attempt>", attempt).encode())
+    assert marks.copying_pin(attempt) == f"{digest.hex()}-p0"
 
 
 def test_the_history_has_the_documented_fields(root):

@@ -8,7 +8,8 @@ import pytest
 from bucket_runs import Run, live
 from strategies import STORE
 
-from orbax_delta import testing
+import orbax_delta
+from orbax_delta import check, testing
 from orbax_delta.manifests import MANIFEST_NAME
 from orbax_delta.store import DeltaStore, Folder
 
@@ -76,6 +77,22 @@ def test_a_run(run):
     live(run)
     keys = Folder(run.url).find(MANIFEST_NAME, max_depth=2, skip=STORE)
     assert keys == [f"{step}/default/{MANIFEST_NAME}" for step in (3, 4, 5, 6)]
+
+
+def test_an_archive(run, url, tmp_path):
+    """Steps of a disk moved to a bucket and back, and between two folders of it."""
+    disk, cold = Run(str(tmp_path / "run")), Run(f"{url}-cold")
+    for hot in (disk, run):
+        saver = hot.handler()
+        for step in range(3):
+            hot.save(saver, step)
+        saver.close()
+        archive = cold.url if hot is run else f"{cold.url}-2"
+        assert orbax_delta.archive(hot.url, archive, steps=[0, 1], move=True).ok
+        hot.assert_restores(range(3))
+        Run(archive).assert_restores([0, 1])
+        assert orbax_delta.archive(archive, hot.url, steps=[1]).ok
+        assert check.verify(hot.url).archived == {"0": archive}
 
 
 def test_a_store_is_made_once(url):

@@ -76,6 +76,7 @@ PARSERS = {
     "store": lambda data: storefiles.parse_store(data, "a file"),
     "root": lambda data: storefiles.parse_root(data, "a file"),
     "entry": lambda data: storefiles.parse_entry(data, "a file"),
+    "archived": lambda data: storefiles.parse_archived(data, "a file"),
     "frame": lambda data: frames.decompress_text(data, 64),
     "empty frame": lambda data: frames.decompress(data, 0),
 }

@@ -245,7 +245,7 @@ def test_bytes_are_compared(tmp_path, shared):
     options = orbax_delta.DeltaOptions(**shared)
     store = DeltaStore.open(Folder(str(tmp_path / "a")))
     place = Place(item_url="", step_name="0", item="other", root_url=str(tmp_path))
-    found = kin.Kin.of(store, place)
+    found = kin.Kin.of(store, place, None)
     other = FROZEN + np.float32(1)
     with pool(2) as executor:
         seen = compared({"base": other}, options, executor)

@@ -48,6 +48,7 @@ def test_defaults_are_those_of_the_documentation():
         "processes": None,
         "store": None,
         "lossy": None,
+        "encryption": None,
     }
 
 
@@ -72,7 +73,8 @@ def test_packs_are_larger_in_buckets():
 def test_every_number_has_a_range_here():
     """A new option comes with its range in this table."""
     names = {field.name for field in dataclasses.fields(DeltaOptions)}
-    others = {"auto_prune", "base", "compare_on", "processes", "store", "lossy"}
+    others = {"auto_prune", "base", "compare_on", "encryption", "lossy", "processes"}
+    others |= {"store"}
     assert names == set(RANGES) | others
 
 
@@ -90,7 +92,9 @@ def test_what_processes_must_have_alike_and_a_step_keeps():
     # It is compared with what another process has sent as JSON.
     assert json.loads(json.dumps(given.shared())) == given.shared()
     left_out = set(dataclasses.asdict(given)) - set(given.recorded())
-    assert left_out == {"base", "compare_on", "processes", "vote_timeout"}
+    assert left_out == {
+        *("base", "compare_on", "encryption", "processes", "vote_timeout")
+    }
 
 
 @pytest.mark.parametrize(("name", "limits"), RANGES.items())

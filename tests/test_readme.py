@@ -18,7 +18,7 @@ def test_every_python_block_runs(root, capsys):
         for block in readme.blocks(body)
     ]
     names = readme.run(texts, root=root)
-    assert len(texts) == 13
+    assert len(texts) == 15
     out = capsys.readouterr().out
     assert "times smaller" in out
     assert names["step"] in range(5)
@@ -30,7 +30,7 @@ def test_every_recipe_runs(root):
     pytest.importorskip("grain", reason="Grain has no wheel for this platform")
     recipes = readme.recipes()
     texts = [block for found in recipes.values() for block in found]
-    assert len(texts) == 7
+    assert len(texts) == 8
     names = readme.run(texts, root=root)
     assert names["half"]["w"].dtype == "bfloat16"
 

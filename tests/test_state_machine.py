@@ -26,10 +26,22 @@ from hypothesis.stateful import (
 from strategies import assert_same_tree, open_run
 
 import orbax_delta
-from orbax_delta import listing, prune, repair, usage
+from orbax_delta import keys, listing, prune, repair, usage
 from orbax_delta.store import DeltaStore, Folder
 
 PICK = st.integers(0, 1000)
+KEYS = st.sampled_from(["", "a", "b"])
+"""Names of keys to encrypt with; the first one: not at all."""
+
+
+def secret_of(name):
+    """The key of a name."""
+    return name.encode().ljust(32)
+
+
+def encryption(name):
+    """The option for a key."""
+    return keys.Encryption(key=secret_of, key_id=name) if name else None
 
 
 def restore_alone(path):
@@ -75,11 +87,11 @@ class Machine(RuleBasedStateMachine):
         """Where steps are moved to."""
         return self.root / "trash"
 
-    @initialize(seed=strategies.SEEDS, options=strategies.option_values())
-    def begin(self, seed, options):
+    @initialize(seed=strategies.SEEDS, options=strategies.option_values(), key=KEYS)
+    def begin(self, seed, options, key):
         """Open a manager on an empty folder."""
         self.tree = first_state(seed)
-        self.options = options
+        self.options = {**options, "encryption": encryption(key)}
         self._open()
 
     def _open(self):
@@ -216,10 +228,14 @@ class Machine(RuleBasedStateMachine):
                     self.gone.add(step)
         self.run.manager.reload()
 
-    @rule(pick=PICK, restore=st.booleans())
-    def reopen(self, pick, restore):
-        """End the run and start another, which may restore before it saves."""
+    @rule(pick=PICK, restore=st.booleans(), key=KEYS)
+    def reopen(self, pick, restore, key):
+        """End the run and start another, which may restore before it saves.
+
+        It may encrypt with another key, or no longer.
+        """
         self.context.__exit__(None, None, None)
+        self.options["encryption"] = encryption(key)
         self._open()
         if restore and self.model:
             step = self._pick(self.model, pick)

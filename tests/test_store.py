@@ -10,6 +10,7 @@ from orbax_delta import errors, registry, testing
 from orbax_delta.errors import (
     CorruptionError,
     FormatError,
+    InvalidInputError,
     StorageError,
     UnsupportedVersionError,
 )
@@ -223,8 +224,11 @@ def test_failures_name_operation_and_file(tmp_path):
 
 def test_no_such_storage():
     """A URL of no known storage is an error that names it."""
-    with pytest.raises(StorageError, match="could not open floppy://a/"):
+    with pytest.raises(InvalidInputError, match=r"could not open floppy://a: .* s3://"):
         Folder("floppy://a")
+    # TensorStore would ask again and again, for a quarter of an hour.
+    with pytest.raises(InvalidInputError, match="could not open http://127"):
+        Folder("http://127.0.0.1:1/run")
 
 
 def test_errors_are_storage_and_operating_system_errors():
