@@ -41,6 +41,8 @@ MONTH_SECONDS = 30 * 24 * 3600
 # Beyond this exp() of a double overflows: nothing is ever done.
 _HOPELESS = 700.0
 
+_MOST_STEPS = 10**9
+
 
 def best_interval(*, blocking: float, total: float, mtbf: float) -> float:
     """Seconds from one call of `save()` to the next that waste least time.
@@ -145,8 +147,8 @@ def _check(**seconds: float) -> None:
     for name, value in seconds.items():
         if not 0 <= value < math.inf or (name == "mtbf" and not value):
             raise InvalidInputError(
-                f"{name} is {value!r} s; expected a time"
-                + (" above 0" if name == "mtbf" else "")
+                f"{name} is {value!r} s; expected a time that is finite and "
+                + ("above 0" if name == "mtbf" else "not negative")
             )
 
 
@@ -236,7 +238,8 @@ def advise(
 
     Raises:
         NotFoundError: No save is known.
-        InvalidInputError: A time is negative or no number, or `mtbf` is 0.
+        InvalidInputError: A time is negative or no number, `mtbf` is 0, or `keep` is no
+            number from 1.
 
     Example:
         >>> found = advise(costs.read(root), mtbf=86400, held_bytes=0)  # doctest: +SKIP
@@ -266,6 +269,10 @@ def advise(
         )
     if keep is None and ahead.deleting:
         keep = ahead.steps
+    if keep is not None and not 1 <= keep <= _MOST_STEPS:
+        raise InvalidInputError(
+            f"keep is {keep!r:.80} steps; expected 1 to {_MOST_STEPS:,}"
+        )
     _check(restart=restart, restore=restore, mtbf=mtbf)
     schemes = [
         _scheme(kind, saves, mtbf, restart + restore, keep, ahead, held_bytes)

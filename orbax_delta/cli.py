@@ -372,6 +372,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if as_json:
             _print_error(error.kind, str(error))
         return error.exit_code
+    except OSError as error:  # of a root it would be a StorageError
+        click.echo(f"orbax-delta: could not write what was found: {error}", err=True)
+        return errors.StorageError.exit_code
     except click.Abort:
         click.echo("orbax-delta: interrupted", err=True)
         return _INTERRUPTED

@@ -1,18 +1,13 @@
-"""The commands about costs: `orbax-delta history|du|diff|watch|advise`.
+"""The commands about costs: `orbax-delta history|du|diff|advise`, and `watch`.
 
 Like all of `cli` they start without jax. Does not belong here: what they show
-(`costviews`, `costdocuments`), anything that is worked out.
+(`costviews`, `costdocuments`), anything that is worked out, following a run
+(`watchcommand`).
 """
 
-import contextlib
-import json
 from pathlib import Path
 
 import click
-import rich.box
-from rich.console import Group
-from rich.live import Live
-from rich.text import Text
 
 from orbax_delta import (
     advice,
@@ -24,23 +19,28 @@ from orbax_delta import (
     prometheus,
     usage,
     views,
-    watching,
 )
-from orbax_delta.costs import Costs
-from orbax_delta.errors import CorruptionError, DeltaError, InvalidInputError
+from orbax_delta.errors import InvalidInputError
 from orbax_delta.listing import url_of
-from orbax_delta.terminal import bars, json_option, print_json, root_argument, seconds
+from orbax_delta.terminal import (
+    bars,
+    json_option,
+    print_json,
+    prometheus_option,
+    root_argument,
+    seconds,
+)
+from orbax_delta.watchcommand import watch
 
-_WATCHED_SAVES = 15
+_ADVICE = """\b
+Examples:
+  orbax-delta advise run --mtbf 12h
+  orbax-delta advise run --hosts 64 --host-mtbf 20d --restart 5m
+"""
+_MOST_HOSTS = 10**9
 
 _plot = click.option(
     "--plot", type=click.Path(path_type=Path), help="Write a PNG here."
-)
-_prometheus = click.option(
-    "--prometheus",
-    "metrics",
-    type=click.Path(path_type=Path),
-    help="Write metrics here, for the textfile collector of node-exporter.",
 )
 
 
@@ -53,12 +53,13 @@ def add_to(commands: click.Group) -> None:
 @click.command()
 @root_argument
 @_plot
-@_prometheus
+@prometheus_option
 @json_option
 def history(root: str, plot: Path | None, metrics: Path | None, as_json: bool) -> int:
     """Show what each save to ROOT has cost.
 
-    Also saves of steps that are gone.
+    Also saves of steps that are gone, the last restore, and what storage the next saves
+    will take. Times are in seconds, kB and MB are thousands and millions of bytes.
     """
     if plot:
         costplots.require_matplotlib()
@@ -66,6 +67,9 @@ def history(root: str, plot: Path | None, metrics: Path | None, as_json: bool) -
         known = costs.read(url_of(root), progress)
     if metrics:
         prometheus.write(metrics, known)
+    # Before anything is printed, so that JSON is one document if it fails.
+    if plot and known.saves:
+        costplots.draw_history(costs.by_step(known.saves), plot)
     document = costdocuments.of_history(known, costs.forecast(known))
     if as_json:
         print_json(document)
@@ -78,8 +82,6 @@ def history(root: str, plot: Path | None, metrics: Path | None, as_json: bool) -
             *costviews.forecast_lines(document["forecast"]),
             *document["problems"],
         )
-    if plot and known.saves:
-        costplots.draw_history(costs.by_step(known.saves), plot)
     return known.exit_code
 
 
@@ -126,7 +128,8 @@ def diff(root: str, before: str, after: str, as_json: bool) -> int:
     """Show which leaves differ between two steps of ROOT.
 
     How many elements of which leaves have other bits in step B than in step A, and of
-    floats by how much. Chunks with equal digests are not read.
+    floats by how much. Chunks with equal digests are not read. A step is as
+    `orbax-delta ls` names it; also the folder of a kept base.
     """
     with bars() as progress:
         found = differing.between(url_of(root), before, after, progress=progress)
@@ -140,74 +143,10 @@ def diff(root: str, before: str, after: str, as_json: bool) -> int:
             if table.row_count:
                 views.show(out, table)
             views.say(out, *costviews.diff_lines(item))
-    damaged = any(item.damaged for item in found)
-    return CorruptionError.exit_code if damaged else 0
+    return next((item.exit_code for item in found if item.exit_code), 0)
 
 
-@click.command()
-@root_argument
-@click.option(
-    "--interval",
-    type=click.FloatRange(min=0.1),
-    default=5.0,
-    show_default=True,
-    help="Seconds between two looks.",
-)
-@_prometheus
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object a line for each save.",
-)
-def watch(root: str, interval: float, metrics: Path | None, as_json: bool) -> int:
-    """Follow the saves to ROOT until Ctrl-C.
-
-    On a terminal a table that is kept up to date, elsewhere a line for each save. ROOT
-    need not be there yet.
-    """
-    out = views.console()
-    live = None if as_json or not out.is_terminal else Live(console=out)
-    seen: set[tuple[str, str, int]] = set()
-    try:
-        with live or contextlib.nullcontext():
-            for found in watching.follow(url_of(root), seconds=interval):
-                if live:
-                    live.update(_picture(root, found, out.width), refresh=True)
-                if not isinstance(found, Costs):
-                    continue
-                fresh = [save for save in found.saves if save.identity not in seen]
-                seen.update(save.identity for save in fresh)
-                if metrics and fresh:
-                    prometheus.write(metrics, found)
-                for save in () if live else fresh:
-                    document = costdocuments.of_save(save)
-                    line = json.dumps(document) if as_json else None
-                    click.echo(line or views.plain(costviews.save_line(document)))
-    except KeyboardInterrupt:
-        pass  # how one leaves it
-    return 0
-
-
-def _picture(root: str, found: Costs | DeltaError | None, width: int) -> Group:
-    """What the terminal shows after one look."""
-    if found is None:
-        return Group(Text(views.plain(f"Nothing has been saved to {root} yet.")))
-    if isinstance(found, DeltaError):
-        return Group(Text(views.plain(str(found)), style="red"))
-    document = costdocuments.of_history(found, costs.forecast(found))
-    table = costviews.history_table(document["saves"][-_WATCHED_SAVES:], width)
-    table.box = rich.box.SIMPLE_HEAD
-    lines = [
-        *costviews.restore_lines(document),
-        *costviews.forecast_lines(document["forecast"]),
-        *document["problems"],
-        f"Saves known: {len(document['saves'])}. Ctrl-C ends.",
-    ]
-    return Group(table, *(Text(views.plain(line)) for line in lines))
-
-
-@click.command()
+@click.command(epilog=_ADVICE)
 @root_argument
 @click.option(
     "--mtbf",
@@ -215,7 +154,7 @@ def _picture(root: str, found: Costs | DeltaError | None, width: int) -> Group:
     metavar="TIME",
     help="Mean time between failures of the job.",
 )
-@click.option("--hosts", type=click.IntRange(min=1), help="Hosts of the job.")
+@click.option("--hosts", type=click.IntRange(1, _MOST_HOSTS), help="Hosts of the job.")
 @click.option(
     "--host-mtbf",
     type=seconds,
@@ -226,7 +165,7 @@ def _picture(root: str, found: Costs | DeltaError | None, width: int) -> Group:
     "--restart",
     type=seconds,
     metavar="TIME",
-    default="0",
+    default="0s",
     show_default=True,
     help="From a failure until the restore begins.",
 )
@@ -279,6 +218,8 @@ def advise(
         restore=restore,
         keep=keep,
     )
+    if plot:
+        costplots.draw_advice(found, plot)
     document = costdocuments.of_advice(known.root.folder.url, found)
     if as_json:
         print_json(document)
@@ -286,6 +227,4 @@ def advise(
         out = views.console()
         views.show(out, costviews.advice_table(document))
         views.say(out, *costviews.advice_lines(document), *known.damaged)
-    if plot:
-        costplots.draw_advice(found, plot)
     return known.exit_code

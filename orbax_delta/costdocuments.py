@@ -71,17 +71,15 @@ def of_diff(before: str, after: str, diffs: Sequence[StepDiff]) -> Document:
     return {
         "before": before,
         "after": after,
-        "items": [
-            dataclasses.asdict(diff)
-            | {
-                "leaves": [
-                    dataclasses.asdict(leaf) | {"share": leaf.share}
-                    for leaf in diff.leaves
-                ]
-            }
-            for diff in diffs
-        ],
+        "items": [_of_item_diff(diff) for diff in diffs],
     }
+
+
+def _of_item_diff(diff: StepDiff) -> Document:
+    document = dataclasses.asdict(diff)
+    del document["exit_code"]
+    leaves = [dataclasses.asdict(leaf) | {"share": leaf.share} for leaf in diff.leaves]
+    return document | {"leaves": leaves}
 
 
 def of_advice(root: str, advice: Advice) -> Document:

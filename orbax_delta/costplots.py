@@ -5,12 +5,13 @@ belong here: what is drawn (`costs`, `advice`).
 """
 
 import importlib.util
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orbax_delta import advice
+from orbax_delta import advice, wholefiles
 from orbax_delta.advice import Advice, Scheme
 from orbax_delta.costs import StepCost
 from orbax_delta.costviews import human_seconds
@@ -88,7 +89,8 @@ def _name_steps(panel: "matplotlib.axes.Axes", names: Sequence[str]) -> None:
     """Ticks at some saves, with the names of their steps."""
     every = max(1, math.ceil(len(names) / 8))
     places = range(1, len(names) + 1, every)
-    panel.set_xticks(list(places), [names[place - 1][:12] for place in places])
+    shown = [names[place - 1][:12] for place in places]
+    panel.set_xticks(list(places), shown, parse_math=False)  # $ is a dollar
 
 
 def draw_advice(found: Advice, path: Path) -> None:
@@ -171,8 +173,10 @@ def _tidy(panel: "matplotlib.axes.Axes") -> None:
 
 
 def _save(figure: "matplotlib.figure.Figure", path: Path) -> None:
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
     try:
-        figure.savefig(path, format="png")
+        wholefiles.replace(path, drawn.getvalue())
     except OSError as error:
         raise StorageError(
             f"could not write the plot to {path}: {error}; name a file in a folder "

@@ -12,7 +12,7 @@ from orbax_delta.reports import human_bytes
 from orbax_delta.views import columns_table, pairs, times
 
 _MAX_LEAVES = 40
-_WIDE = 120
+_WIDE, _NARROW = 120, 60
 
 
 def human_seconds(seconds: float) -> str:
@@ -42,6 +42,8 @@ def history_table(saves: Sequence[Document], width: int) -> Table:
         saves: The saves.
         width: Columns of the terminal.
     """
+    if width < _NARROW:
+        return _narrow_history_table(saves)
     table = columns_table(
         ["step", "item", "saved at"],
         ["blocked s", "total s", "written", "smaller"],
@@ -64,6 +66,18 @@ def history_table(saves: Sequence[Document], width: int) -> Table:
             pairs(save["chunks_by_form"]) or "-",
         )
         table.add_row(*cells[: len(table.columns)])
+    return table
+
+
+def _narrow_history_table(saves: Sequence[Document]) -> Table:
+    table = columns_table(["step"], ["blocked s", "total s", "written"])
+    for save in saves:
+        table.add_row(
+            save["step"],
+            f"{save['blocking_seconds']:.3f}",
+            f"{save['total_seconds']:.2f}",
+            human_bytes(save["written_bytes"]),
+        )
     return table
 
 

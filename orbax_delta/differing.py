@@ -81,6 +81,7 @@ class StepDiff:
         chunks: Chunks of the second step that were compared.
         chunks_read: Of these, how many had to be read.
         read_bytes: Bytes read from packs, of both steps.
+        exit_code: Of the first leaf that could not be compared; 0: there is none.
     """
 
     item: str
@@ -88,6 +89,7 @@ class StepDiff:
     chunks: int
     chunks_read: int
     read_bytes: int
+    exit_code: int = 0
 
     @property
     def damaged(self) -> Sequence[LeafDiff]:
@@ -157,11 +159,11 @@ def _require_there(items: Sequence[Item]) -> None:
     Raises:
         NotFoundError: A step has gone, or was saved again.
     """
+    steps.let_deletions_end()
     for item in items:
         if item.manifest is None:
             continue
-        again = steps.read_manifest(item.place.folder)
-        if again is None or again.attempt != item.manifest.attempt:
+        if steps.is_gone(item.place.folder, item.manifest.attempt):
             raise NotFoundError(
                 f"step {item.step} went away while it was compared; a run that saves "
                 "to this root deletes steps"
@@ -204,6 +206,7 @@ def compare(
         chunks=len(after.rows) if after else 0,
         chunks_read=comparing.chunks_read,
         read_bytes=comparing.count.bytes,
+        exit_code=comparing.exit_code,
     )
 
 
@@ -242,6 +245,7 @@ class _Comparing:
     Attributes:
         count: What is read.
         chunks_read: Chunks of the second step that were read.
+        exit_code: Of the first chunk that could not be; 0: there is none.
     """
 
     def __init__(self, old: _Side, new: _Side, executor: Pool) -> None:
@@ -250,6 +254,7 @@ class _Comparing:
         self._executor = executor
         self.count = ReadCount()
         self.chunks_read = 0
+        self.exit_code = 0
 
     def leaf(self, path: str) -> LeafDiff:
         """How one leaf of the second step differs from that of the first."""
@@ -353,6 +358,8 @@ class _Comparing:
             ):
                 if fetched.content is None:
                     errors.append(str(fetched.error))
+                    found = getattr(fetched.error, "exit_code", DeltaError.exit_code)
+                    self.exit_code = self.exit_code or found
                 else:
                     contents[id(fetched.request.row)] = fetched.content
         return contents

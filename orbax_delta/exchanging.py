@@ -6,6 +6,7 @@ command runs: they need jax.
 
 import dataclasses
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +22,17 @@ from orbax_delta.terminal import bars, json_option, print_json, root_argument
 
 _FORMS = ("delta", "orbax", "safetensors")
 
+_EXPORTS = """\b
+Examples:
+  orbax-delta export run 1000 alone --to delta
+  orbax-delta export run 1000 weights --to safetensors --include "params/*"
+"""
+_IMPORTS = """\b
+Examples:
+  orbax-delta import checkpoints/1000/default run 0
+  orbax-delta import model.safetensors run 0 --include "layers/*"
+"""
+
 _include = click.option(
     "--include",
     multiple=True,
@@ -35,11 +47,13 @@ def add_to(commands: click.Group) -> None:
         commands.add_command(command)
 
 
-@click.command()
+@click.command(epilog=_EXPORTS)
 @root_argument
 @click.argument("step", metavar="STEP")
 @click.argument("target", metavar="TARGET")
-@click.option("--to", "form", type=click.Choice(_FORMS), required=True)
+@click.option(
+    "--to", "form", type=click.Choice(_FORMS), required=True, help="What to write."
+)
 @click.option("--item", help="Which item of the step, if it has several.")
 @_include
 @click.option(
@@ -69,7 +83,9 @@ def export(
     """Write STEP of ROOT to the folder TARGET, for somewhere else.
 
     As a delta folder that needs no store, as a plain Orbax checkpoint, or as
-    safetensors in the layout of Hugging Face. TARGET must not be there.
+    safetensors in the layout of Hugging Face. TARGET must not be there, and is on this
+    machine; ROOT may be a bucket. STEP is as `orbax-delta ls` names it, or the folder
+    of a kept base.
     """
     _stay_on_host()
     from orbax_delta import exports
@@ -97,11 +113,13 @@ def export(
     return _done(report, "Wrote", as_json)
 
 
-@click.command("import")
+@click.command("import", epilog=_IMPORTS)
 @click.argument("path", metavar="SOURCE")
 @root_argument
 @click.argument("step", metavar="STEP", type=click.IntRange(min=0))
-@click.option("--item", default="default", show_default=True, help="Its name.")
+@click.option(
+    "--item", default="default", show_default=True, help="Name of the new item."
+)
 @_include
 @click.option(
     "--encrypt", type=click.Path(), metavar="FILE", help="With the first key of FILE."
@@ -119,7 +137,8 @@ def import_(
     """Save SOURCE as STEP of ROOT, so that a run can go on from it with deltas.
 
     SOURCE is a plain Orbax checkpoint, a safetensors file or a folder of them, or
-    the item's folder of a delta step. STEP must not be there, ROOT may.
+    the item's folder of a delta step, on this machine. STEP is a number that must not
+    be there; ROOT may be there or not, and may be a bucket.
     """
     _stay_on_host()
     from orbax_delta import imports
@@ -151,8 +170,12 @@ def _done(report: Any, verb: str, as_json: bool) -> int:
 
 
 def _stay_on_host() -> None:
-    """Nothing is computed here, and an accelerator may be somebody else's."""
+    """Nothing is computed here, and an accelerator may be somebody else's.
+
+    What Orbax logs of a failure is what the command says, with a stack for each thread.
+    """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 def _function(text: str) -> Callable[[tuple[str, ...]], str]:
@@ -164,9 +187,11 @@ def _function(text: str) -> Callable[[tuple[str, ...]], str]:
         found: Callable[[tuple[str, ...]], str] = getattr(
             importlib.import_module(module), name
         )
-    except (ImportError, AttributeError, ValueError) as error:
+        if not callable(found):
+            raise TypeError(f"{name} is a {type(found).__name__}")
+    except Exception as error:  # a module of somebody else is run
         raise InvalidInputError(
-            f"--names {text}: there is no such function ({error}); expected "
-            "MODULE:FUNCTION, as mapping:to_hugging_face"
+            f"--names {text}: there is no such function ({type(error).__name__}: "
+            f"{error}); expected MODULE:FUNCTION, as mapping:to_hugging_face"
         ) from error
     return found

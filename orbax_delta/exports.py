@@ -6,6 +6,7 @@ under its name when all of it is durable. Does not belong here: how a form is wr
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import secrets
 import shutil
@@ -242,14 +243,15 @@ def _published(
     Whoever is killed leaves `.<name>.<random>.exporting`, which nobody takes for a
     checkpoint. The folder inside has its final name, for names are written down.
     """
-    if "://" in os.fspath(target):
+    text = url_of(target)
+    if "://" in text:
         raise InvalidInputError(
-            f"{os.fspath(target)} is not on this machine; export to a local folder and "
-            "copy that"
+            f"{text} is not on this machine; export to a local folder and copy that"
         )
-    path = Path(target).absolute()
+    path = Path(text)
     _require_free(path)
-    beside = path.parent / f".{path.name}.{secrets.token_hex(4)}.exporting"
+    beside = path.parent / f".{path.name:.50}.{secrets.token_hex(4)}.exporting"
+    absent: list[Path] = []
     made = _Made(
         source=source,
         path=beside / path.name,
@@ -257,6 +259,7 @@ def _published(
         started=time.perf_counter(),
     )
     try:
+        absent += itertools.takewhile(lambda one: not one.exists(), path.parents)
         beside.mkdir(parents=True)
         yield source.counted(progress), made
         _sync(made.path)
@@ -271,6 +274,9 @@ def _published(
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not empty: the export, or somebody else's
+            for folder in absent:
+                folder.rmdir()
 
 
 def _require_free(path: Path) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orbax_delta import jsontext
+from orbax_delta import fields, jsontext
 from orbax_delta.reports import RestoreReport, SaveReport
 from orbax_delta.store import STORE_NAME, Folder
 
@@ -199,6 +199,10 @@ def parse_line(line: bytes) -> Cost | None:
         if not _fits(found, field.type):
             raise ValueError(f"its field {name} is {found!r:.80}")
         values[name] = _in_seconds(found) if time else found
+        if name == "started" and not fields.is_time(values[name]):
+            raise ValueError(
+                f"its field {name} is {found!r:.80}, a time of no calendar"
+            )
     return kind(**values)
 
 

@@ -11,7 +11,12 @@ import urllib.parse
 from collections.abc import Callable, Collection, Sequence
 
 from orbax_delta import archived, bases, lost, prune, steps
-from orbax_delta.errors import DeltaError, NotFoundError, StorageError
+from orbax_delta.errors import (
+    DeltaError,
+    InvalidInputError,
+    NotFoundError,
+    StorageError,
+)
 from orbax_delta.manifests import MANIFEST_NAME, Manifest
 from orbax_delta.places import (
     MAX_MANIFEST_DEPTH,
@@ -37,10 +42,25 @@ def url_of(root: str | os.PathLike[str]) -> str:
 
     >>> url_of("file:///data/my%20run")
     '/data/my run'
+
+    Raises:
+        InvalidInputError: It is an empty text, as of a shell's variable that is not
+            set, or no UTF-8, which TensorStore insists on.
     """
     text = os.fspath(root)
     if text.startswith("file://"):
         text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
+    if not text:
+        raise InvalidInputError(
+            "the path is an empty text; name a folder, or . for the one you are in"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(
+            f"the path {text!r:.300} cannot be written in UTF-8; give the folder "
+            "another name, or go into it and name it ."
+        ) from error
     return text if "://" in text else os.path.abspath(text)
 
 
@@ -173,6 +193,7 @@ def read_root(url: str, progress: Progress = no_progress) -> Root:
     kept.sort(key=lambda item: item.manifest.wall_time if item.manifest else 0.0)
     items = [item for item in items if not item.is_base]
     items += _without_manifest(store, {item.key for item in items})
+    items = _without_deleted(items)
     items.sort(key=lambda item: (item.place.step is None, item.place.step, item.key))
     root = Root(
         folder=folder,
@@ -284,6 +305,24 @@ def _archived_item(folder: Folder, link: str) -> Item | None:
         error=error,
         lost_part=link if error else "",
         archived=found,
+    )
+
+
+def _without_deleted(items: Sequence[Item]) -> list[Item]:
+    """The same without what is just being deleted, which reads as damage."""
+    if any(item.error is not None for item in items):
+        steps.let_deletions_end()
+    return [item for item in items if item.error is None or not _is_deleted(item)]
+
+
+def _is_deleted(item: Item) -> bool:
+    try:
+        gone = steps.is_gone(item.place.folder)
+    except DeltaError:
+        return False  # it is there, and damaged
+    return gone and (
+        not item.lost_part
+        or item.place.folder.read(item.lost_part.rpartition("/")[2]) is None
     )
 
 

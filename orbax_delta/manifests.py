@@ -442,14 +442,17 @@ def _leaf(document: Json, shardings: Sequence[Json]) -> LeafEntry:
             "sharding": shardings[document["sharding"]],
         }
     )
-    problem = _leaf_problem(entry)
+    problem = leaf_problem(entry)
     if problem:
         raise InvalidInputError(f"leaf {entry.name:.300} {problem}")
     return entry
 
 
-def _leaf_problem(entry: LeafEntry) -> str | None:
-    """What no writer makes about its fields, which have the right types."""
+def leaf_problem(entry: LeafEntry) -> str | None:
+    """What no MANIFEST holds about a leaf whose fields have the right types, in words.
+
+    None: nothing.
+    """
     if entry.kind not in ARRAY_KINDS | VALUE_KINDS:
         return f"has the unknown kind {entry.kind!r:.80}"
     if not _is_shape(entry.kind, entry.shape):

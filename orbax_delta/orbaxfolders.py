@@ -37,13 +37,20 @@ PASSPORT = "orbax_delta"
 CHUNK_BYTES = 4 << 20
 """Of a zarr chunk; each is one file."""
 
-# What TensorStore's zarr driver cannot hold, of what this package can.
-_UNKNOWN_TO_ZARR = ("uint4", "uint2", "int1", "uint1")
+# What TensorStore's zarr driver can hold, of the types that numpy does not have itself.
+_ZARR_TYPES = frozenset(
+    {
+        *("bfloat16", "int4", "int2", "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn"),
+        *("float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+        "float8_e8m0fnu",
+    }
+)
 _ASIDE = "_METADATA.unfinished"
 _MAX_NAME_BYTES = 255
 _OWN_FILES = (
     *(METADATA_FILE, _ASIDE, "_CHECKPOINT_METADATA", "_sharding", "_strings.json"),
     *("array_metadatas", "commit_success.txt", "checkpoint_success.txt"),
+    "manifest.ocdbt",  # by which Orbax tells a database from folders
 )
 
 
@@ -188,14 +195,7 @@ def _require_names(source: Source) -> None:
     owners: dict[str, str] = {}
     for leaf in source.leaves:
         name = ".".join(leaf.entry.path)
-        parts = name.split("/")
-        lengths = [len(part.encode(errors="surrogatepass")) for part in parts]
-        if (
-            parts[0] in _OWN_FILES
-            or {"", ".", ".."}.intersection(parts)
-            or max(lengths) > _MAX_NAME_BYTES
-            or "\0" in name
-        ):
+        if not _is_folder(name):
             raise InvalidInputError(
                 f"leaf {leaf.entry.name:.80} would be the folder {name!r:.80} of an "
                 "Orbax checkpoint, which cannot be; rename its key, or leave it out"
@@ -214,6 +214,22 @@ def _require_names(source: Source) -> None:
                 )
 
 
+def _is_folder(name: str) -> bool:
+    """Whether readers find a folder of this name where Orbax and TensorStore put it."""
+    parts = name.split("/")
+    try:
+        lengths = [len(part.encode()) for part in parts]
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    # TensorStore takes a backslash for a slash.
+    return (
+        parts[0] not in _OWN_FILES
+        and not {"", ".", ".."}.intersection(parts)
+        and max(lengths) <= _MAX_NAME_BYTES
+        and not {"\0", "\\"}.intersection(name)
+    )
+
+
 def _value(leaf: Unread) -> Any:
     """What is given to Orbax for a leaf.
 
@@ -229,14 +245,18 @@ def _value(leaf: Unread) -> Any:
             raise _unknown(entry, "a Python complex number")
         return value
     if entry.kind == "str":
-        return leaves.text_value(entry, leaf.whole())
+        text = str(leaves.text_value(entry, leaf.whole()))
+        if text.encode(errors="replace").decode() != text:
+            raise _unknown(entry, "a text with a lone surrogate")
+        return text
     if entry.kind == "bytes":
         raise _unknown(entry, "bytes")
     if entry.kind == "key":
         leaves.key_struct(entry)
         data = jax.device_put(leaf.whole())
         return jax.random.wrap_key_data(data, impl=entry.value)
-    if entry.dtype in _UNKNOWN_TO_ZARR or entry.dtype[0] in "<>":
+    is_own = hasattr(ml_dtypes, entry.element.dtype.name)
+    if entry.dtype[0] in "<>" or (is_own and entry.dtype not in _ZARR_TYPES):
         raise _unknown(entry, entry.dtype)
     return leaf
 

@@ -21,7 +21,7 @@ from etils import epath
 
 from orbax_delta import chunks, dtypes, leaves, trees
 from orbax_delta.chunks import Box
-from orbax_delta.errors import CorruptionError, FormatError
+from orbax_delta.errors import CorruptionError, DeltaError, FormatError
 from orbax_delta.hosts import ALONE
 from orbax_delta.manifests import VALUE_KINDS, LeafEntry
 from orbax_delta.orbaxfolders import METADATA_FILE, PASSPORT, grid_boxes
@@ -52,9 +52,15 @@ def source(path: Path) -> Source:
     """
     label = f"the Orbax checkpoint {path}"
     try:
-        metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _source(path, label)
+    except DeltaError:
+        raise
+    except Exception as error:  # of damaged files Orbax raises any kind
         raise FormatError(f"{label} cannot be read: {error!s:.300}") from error
+
+
+def _source(path: Path, label: str) -> Source:
+    metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(path))
     checkpoint = _Checkpoint(path, metadata)
     custom = dict(metadata.custom_metadata or {})
     text = custom.get(PASSPORT)
@@ -167,7 +173,7 @@ class _Checkpoint:
         )
         try:
             restored = ocp.PyTreeCheckpointHandler().restore(self._path, args=args)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # Orbax raises any kind
             raise CorruptionError(
                 f"the Orbax checkpoint {self._path} does not restore: {error!s:.300}"
             ) from error

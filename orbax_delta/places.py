@@ -16,7 +16,11 @@ SELF_CONTAINED_PACKS = "packs"
 MAX_MANIFEST_DEPTH = 5
 """Folders between a root and a MANIFEST: step, item, and up to three of a trash."""
 
-_STEP_NAME = re.compile(r"(?:.*\D)?(\d{1,18})")
+_STEP_DIGITS = 18
+_STEP_NAME = re.compile(rf"(?:.*\D)?(\d{{1,{_STEP_DIGITS}}})")
+
+MAX_STEP = 10**_STEP_DIGITS - 1
+"""Of a manager's step; a folder with a longer number is taken for something else."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,10 @@ not belong here: events inside the job (`monitoring`).
 """
 
 import collections
-import contextlib
-import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from orbax_delta import wholefiles
 from orbax_delta.costs import Costs
 from orbax_delta.errors import StorageError
 from orbax_delta.history import RestoreCost, SaveCost
@@ -119,6 +117,19 @@ def _label(text: str) -> str:
     return escaped.encode("utf-8", "backslashreplace").decode()
 
 
+def require_folder(path: Path) -> None:
+    """Say at once what every later `write` would run into.
+
+    Raises:
+        StorageError: The folder of the file is not there.
+
+    Example:
+        >>> require_folder(Path("/metrics/run.prom"))  # doctest: +SKIP
+    """
+    if not path.absolute().parent.is_dir():
+        raise _refused(path, "there is no such folder")
+
+
 def write(path: Path, costs: Costs) -> None:
     """Write the file as a whole: who reads it meanwhile sees the old or the new one.
 
@@ -132,17 +143,14 @@ def write(path: Path, costs: Costs) -> None:
     Example:
         >>> write(Path("/metrics/run.prom"), costs.read(root))  # doctest: +SKIP
     """
-    # Not *.prom: a collector must not take it for another file.
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        try:
-            beside.write_text(exposition(costs), encoding="utf-8")
-            os.replace(beside, path)
-        finally:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
+        wholefiles.replace(path, exposition(costs).encode())
     except OSError as error:
-        raise StorageError(
-            f"could not write the metrics to {path}: {error}; name a file in a folder "
-            "that is there and may be written to"
-        ) from error
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, why: object) -> StorageError:
+    return StorageError(
+        f"could not write the metrics to {path}: {why}; name a file in a folder that "
+        "is there and may be written to"
+    )

@@ -18,6 +18,7 @@ import numpy as np
 from orbax_delta import chunks, healing, listing, reader, steps, trees
 from orbax_delta.errors import (
     CorruptionError,
+    DeltaError,
     FormatError,
     InvalidInputError,
     NotFoundError,
@@ -210,7 +211,11 @@ def of_place(place: Place) -> Source:
         FormatError: A file of it is not what it should be.
         CorruptionError: A file of it is damaged or missing.
     """
-    opened = steps.open_step(place)
+    try:
+        opened = steps.open_step(place)
+    except CorruptionError:
+        _require_there(place)
+        raise
     manifest = opened.manifest
     by_leaf: list[list[Piece]] = [[] for _ in manifest.leaves]
     for row in opened.rows:
@@ -255,10 +260,28 @@ def _read(step: Step, request: Request) -> np.ndarray:
         content = reader.read_one(step.packs, request)
     except (CorruptionError, StorageError) as error:
         failed = Fetched(request=request, content=None, error=error)
-        healed = healing.heal(step, [failed])
+        try:
+            healed = healing.heal(step, [failed])
+        except DeltaError:
+            _require_there(step.place, step.manifest.attempt)
+            raise
         content = healed[healing.wanted(request)].read()
     shape = chunks.box_shape(request.row.box)
     return request.leaf.element.from_content(content, shape)
+
+
+def _require_there(place: Place, attempt: str | None = None) -> None:
+    """What a live run has deleted is not damaged.
+
+    Raises:
+        NotFoundError: The step has gone, or was saved again.
+    """
+    steps.let_deletions_end()
+    if steps.is_gone(place.folder, attempt):
+        raise NotFoundError(
+            f"{place.label} went away while it was read; a run that saves to this "
+            "root deletes steps. Take a newer one"
+        )
 
 
 # --- what an export carries along ---------------------------------------------------

@@ -7,6 +7,7 @@ import gc
 import logging
 import operator
 import os
+import time
 from collections.abc import Iterator, Sequence
 
 from orbax_delta import archived, chunks, dtypes, keys, parts, records
@@ -42,6 +43,7 @@ from orbax_delta.storefiles import ARCHIVED_FILE, ROOT_FILE, STORE_FILE, Archive
 
 _logger = logging.getLogger("orbax_delta")
 
+_DELETION_SECONDS = 0.1
 _RULE_AND_BOX = operator.attrgetter("rule", "box")
 
 
@@ -124,6 +126,32 @@ def open_step(wanted: Place) -> Step:
         ),
         root_url=store.root.url.rstrip("/") if store else None,
     )
+
+
+def let_deletions_end() -> None:
+    """Wait a moment before a step in which something is missing is called damaged.
+
+    A deletion takes one file after the other: half of it reads as damage.
+    """
+    time.sleep(_DELETION_SECONDS)
+
+
+def is_gone(item: Folder, attempt: str | None = None) -> bool:
+    """Whether a step has been deleted, or saved again.
+
+    Args:
+        item: Folder of the item.
+        attempt: What its MANIFEST said; None: that does not matter.
+
+    Raises:
+        StorageError: The storage failed.
+        FormatError: There is a MANIFEST, which cannot be read.
+        CorruptionError: The same.
+    """
+    manifest = read_manifest(item)
+    if manifest is None:  # or is it in an archive?
+        return item.read(ARCHIVED_FILE) is None
+    return attempt is not None and manifest.attempt != attempt
 
 
 def _require_manifest(place: Place) -> tuple[Place, Manifest]:

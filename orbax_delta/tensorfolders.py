@@ -21,7 +21,7 @@ from orbax_delta.errors import InvalidInputError
 from orbax_delta.manifests import ARRAY_KINDS
 from orbax_delta.options import DeltaOptions
 from orbax_delta.sources import Source, passport
-from orbax_delta.tensorfiles import DTYPES, Tensor
+from orbax_delta.tensorfiles import DTYPES, LENGTH_BYTES, MAX_HEADER_BYTES, Tensor
 from orbax_delta.unread import Piece, Unread, runs
 
 Name = Callable[[tuple[str, ...]], str]
@@ -68,8 +68,9 @@ def plan(source: Source, *, shard_bytes: int, name: Name) -> TensorPlan:
     """Give every leaf a tensor and every tensor a place; reads only texts.
 
     Raises:
-        InvalidInputError: A leaf cannot be a tensor, two have one name, or
-            `shard_bytes` is not positive.
+        InvalidInputError: A leaf cannot be a tensor, two have one name, `name` fails,
+            `shard_bytes` is not positive, or a header would be longer than readers
+            take.
         CorruptionError: A text is damaged.
     """
     if shard_bytes < 1:
@@ -88,7 +89,18 @@ def plan(source: Source, *, shard_bytes: int, name: Name) -> TensorPlan:
             f"model-{number:05}-of-{len(shards):05}{SUFFIX}": shard
             for number, shard in enumerate(shards, 1)
         }
-    return TensorPlan(files=files, metadata=_described(source, named))
+    metadata = _described(source, named)
+    for number, shard in enumerate(files.values()):
+        header = tensorfiles.encode_header(
+            [tensor for tensor, _ in shard], _COMMON if number else metadata
+        )
+        if len(header) > LENGTH_BYTES + MAX_HEADER_BYTES:
+            raise InvalidInputError(
+                f"{source.label} needs a header of {len(header):,} bytes; readers of "
+                f"safetensors take {MAX_HEADER_BYTES:,}. Give a smaller shard_bytes, "
+                "keep fewer custom metadata, or leave leaves out"
+            )
+    return TensorPlan(files=files, metadata=metadata)
 
 
 def _tensor(leaf: Unread, name: Name) -> Tensor:
@@ -99,7 +111,13 @@ def _tensor(leaf: Unread, name: Name) -> Tensor:
             f"it can hold {', '.join(DTYPES)}. Leave the leaf out by choosing others, "
             "or export to a plain Orbax checkpoint or a delta folder"
         )
-    made = name(entry.path)
+    try:
+        made = name(entry.path)
+    except Exception as error:
+        raise InvalidInputError(
+            f"the function of names fails at leaf {entry.name}, whose path is "
+            f"{entry.path!r}: {type(error).__name__}: {error!s:.200}"
+        ) from error
     if not _is_name(made):
         raise InvalidInputError(
             f"the name of leaf {entry.name} is {made!r:.80}; expected a text that is "

@@ -8,7 +8,7 @@ import base64
 import binascii
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,10 @@ from orbax_delta.manifests import ARRAY_KINDS, Json, LeafEntry
 from orbax_delta.sources import Source, as_saved, read_passport
 from orbax_delta.tensorfiles import LENGTH_BYTES, Tensor
 from orbax_delta.tensorfolders import INDEX, PASSPORT, SUFFIX, TEXT_KINDS
+from orbax_delta.trees import MAX_DEPTH
 from orbax_delta.unread import Unread, in_pieces, runs
 
+_INDEX_SUFFIX = SUFFIX + ".index.json"
 _logger = logging.getLogger("orbax_delta")
 
 Split = Callable[[str], tuple[str, ...]]
@@ -89,11 +91,14 @@ def source(path: Path, *, split: Split | None = None) -> Source:
     Raises:
         NotFoundError: There is no such file, or one that the index names.
         FormatError: A file is no safetensors file, or index and files disagree.
-        InvalidInputError: Two tensors would have one path, or one lies in the other.
+        InvalidInputError: Two tensors would have one path, one lies in the other, or
+            `split` fails.
+        OSError: The system refuses something.
     """
     stored: dict[str, _Stored] = {}
     described: str | None = None
-    for file in _files(path):
+    files, places = _files(path)
+    for file in files:
         tensors, metadata = _open(file)
         described = metadata.get(PASSPORT, described)
         for one in tensors:
@@ -103,6 +108,12 @@ def source(path: Path, *, split: Split | None = None) -> Source:
                     f"{one.tensor.name!r:.80}"
                 )
             stored[one.tensor.name] = one
+    for name, file in places.items():
+        if name not in stored or stored[name].file != file:
+            raise FormatError(
+                f"the index in {path} says that {file.name} holds the tensor "
+                f"{name!r:.80}, which it does not; get both again from one place"
+            )
     label = f"the safetensors in {path}"
     if described is not None and split is None:
         found = _as_exported(described, stored, label)
@@ -111,35 +122,46 @@ def source(path: Path, *, split: Split | None = None) -> Source:
     return _as_named(stored, split or undotted, label)
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path) -> tuple[list[Path], Mapping[str, Path]]:
+    """The files, and where an index says that each tensor is."""
     if not path.exists():
         raise NotFoundError(
             f"there is no {path}; expected a safetensors file or folder"
         )
     if path.is_file():
-        return [path]
+        return [path], {}
     files = sorted(path.glob("*" + SUFFIX))
-    index = path / INDEX
-    if not index.exists():
+    # Others call it by the names of their files.
+    indices = sorted(path.glob("*" + _INDEX_SUFFIX))
+    index = path / INDEX if path / INDEX in indices or not indices else indices[0]
+    if index not in indices or (index.name != INDEX and len(indices) > 1):
         if len(files) == 1:
-            return files
+            return files, {}
         raise FormatError(
             f"{path} holds {len(files)} safetensors files and no {INDEX}, so that "
             "nobody can tell whether they belong together; name one of them"
         )
+    return _indexed(path, index)
+
+
+def _indexed(path: Path, index: Path) -> tuple[list[Path], Mapping[str, Path]]:
     try:
-        named = jsontext.parse(index.read_bytes())["weight_map"].values()
-        files = [path / name for name in sorted(set(named))]
+        named = jsontext.parse(index.read_bytes())["weight_map"]
+        places = {name: path / file for name, file in named.items()}
+        if not places:
+            raise ValueError("it names no tensor")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise FormatError(
             f"{index} is no index of safetensors: {error!s:.200}"
         ) from error
+    files = sorted(set(places.values()))
     if any(file.parent != path for file in files):
         raise FormatError(f"{index} names files outside of its folder")
-    missing = [file.name for file in files if not file.is_file()]
+    there = {file.name for file in path.iterdir() if file.is_file()}
+    missing = [file.name for file in files if file.name not in there]
     if missing:
-        raise NotFoundError(f"{index} names files that are not there: {missing}")
-    return files
+        raise NotFoundError(f"{index} names files that are not there: {missing!r:.300}")
+    return files, places
 
 
 def _open(file: Path) -> tuple[list[_Stored], dict[str, str]]:
@@ -207,16 +229,34 @@ def _exported(
     return in_pieces(entry, found.read)
 
 
+def _path(name: str, split: Split) -> tuple[str, ...]:
+    try:
+        found = split(name)
+    except Exception as error:
+        raise InvalidInputError(
+            f"split fails at the tensor {name!r:.80}: {type(error).__name__}: "
+            f"{error!s:.200}"
+        ) from error
+    is_path = isinstance(found, Sequence) and not isinstance(found, str)
+    if not is_path or not found or not all(type(key) is str for key in found):
+        raise InvalidInputError(
+            f"the path of tensor {name!r:.80} is {found!r:.80}; expected texts, as in "
+            "('params', 'w')"
+        )
+    if len(found) > MAX_DEPTH:
+        raise InvalidInputError(
+            f"the tensor {name!r:.80} is {len(found)} levels deep; a tree has at most "
+            f"{MAX_DEPTH}. Split its name otherwise"
+        )
+    return tuple(found)
+
+
 def _as_named(stored: Mapping[str, _Stored], split: Split, label: str) -> Source:
     """A tree of dicts, by what the names read as."""
     tree: dict[str, Json] = {}
     by_path: dict[tuple[str, ...], tuple[str, _Stored]] = {}
     for name, one in stored.items():
-        path = tuple(split(name))
-        if not path or not all(type(key) is str for key in path):
-            raise InvalidInputError(
-                f"the path of tensor {name!r:.80} is {path!r:.80}; expected texts"
-            )
+        path = _path(name, split)
         if path in by_path:
             raise InvalidInputError(
                 f"the tensors {by_path[path][0]!r:.80} and {name!r:.80} would both be "

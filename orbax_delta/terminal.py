@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -43,7 +44,12 @@ def root_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else."
 )
-
+prometheus_option = click.option(
+    "--prometheus",
+    "metrics",
+    type=click.Path(path_type=Path),
+    help="Write metrics here, for the textfile collector of node-exporter.",
+)
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)", re.ASCII)

@@ -19,7 +19,9 @@ from orbax_delta.manifests import path_name
 
 Path = tuple[str, ...]
 
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
+"""Levels of a tree, at most."""
+
 # No node of a pytree is one of these: there is no need to ask jax, leaf by leaf.
 _PLAIN_TYPES = frozenset({np.ndarray, bool, int, float, complex, str, bytes})
 _DAMAGE = (LookupError, TypeError, ValueError, OverflowError, RecursionError)
@@ -57,9 +59,9 @@ def flatten(tree: Any) -> FlatTree:
         if node is None:
             return {"none": True}
         # Deeper ones would exhaust Python's stack here or in a reader.
-        if len(path) > _MAX_DEPTH:
+        if len(path) > MAX_DEPTH:
             raise InvalidInputError(
-                f"the tree is more than {_MAX_DEPTH} levels deep at "
+                f"the tree is more than {MAX_DEPTH} levels deep at "
                 f"{path_name(path[:3])}/...; flatten it, or keep it as one array"
             )
         if type(node) in _PLAIN_TYPES or isinstance(node, jax.Array):
@@ -223,8 +225,8 @@ class _Leaves:
         """The node that `structure` describes, with all below it."""
         if type(structure) is not dict or set(structure) not in _MEMBERS:
             raise ValueError(f"there is no node {short(structure)}")
-        if len(keys) > _MAX_DEPTH:
-            raise ValueError(f"it is more than {_MAX_DEPTH} levels deep")
+        if len(keys) > MAX_DEPTH:
+            raise ValueError(f"it is more than {MAX_DEPTH} levels deep")
         if "leaf" in structure:
             return self._leaf(structure["leaf"], keys)
         if "none" in structure:

@@ -21,7 +21,7 @@ from orbax_delta.manifests import MANIFEST_NAME
 from orbax_delta.marks import read_marks
 from orbax_delta.parts import Ref, Row
 from orbax_delta.places import SELF_CONTAINED_PACKS
-from orbax_delta.store import STORE_NAME
+from orbax_delta.store import STORE_NAME, Folder
 
 _MAX_TRIES = 5
 
@@ -196,6 +196,7 @@ class _Measuring:
         self._root = root
         self._store = root.store
         self._errors: list[DeltaError] = []
+        self._unread: list[tuple[Folder, str, DeltaError]] = []
         self._records: dict[_Key, _Record] = {}
         self._leaves: dict[tuple[str, str], int] = {}
         self._newest: _Needed = {}
@@ -219,6 +220,7 @@ class _Measuring:
             progress("steps", index + 1, len(self._owners))
         # Only a shared store has other roots.
         others = registry.reachable(self._store) if self._store.link else ()
+        self._errors += self._damage()
         errors, self._errors = self._errors, []
         for folder in others:
             with contextlib.suppress(NotFoundError):
@@ -258,15 +260,24 @@ class _Measuring:
         try:
             rows = steps.read_rows(item.place.folder, item.manifest)
         except DeltaError as error:
-            if item.place.folder.read(MANIFEST_NAME) is not None:
-                self._errors.append(error)
-            return  # else it has gone while it was read
+            self._unread.append((item.place.folder, item.manifest.attempt, error))
+            return
         for row in rows:
             if row.rule is Rule.NONE:
                 forms = [ref.form for ref in row.refs]
                 start = forms.index(Form.RELATIVE) if Form.RELATIVE in forms else 0
                 yield row, row.refs[start:]
         yield from ((row, row.refs) for row in rows)
+
+    def _damage(self) -> list[DeltaError]:
+        """Why parts could not be read, but of steps that went away meanwhile."""
+        if self._unread:
+            steps.let_deletions_end()
+        return [
+            error
+            for folder, attempt, error in self._unread
+            if not steps.is_gone(folder, attempt)
+        ]
 
     def _add(self, needed: _Needed, owner: int) -> None:
         for key, (length, leaf) in needed.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +18,7 @@ from orbax_delta.reports import human_bytes
 _MAX_NAMED = 8
 _MAX_ROWS = 20
 _PIPE_WIDTH = 10_000
+_LEAST_NAME_WIDTH = 12
 
 
 def console() -> Console:
@@ -33,6 +35,9 @@ _CONTROLS = {
     for code in (*range(32), *range(127, 160))
     if chr(code) not in "\t\n"
 }
+
+
+_BREAKS = {ord(char): f"\\x{ord(char):02x}" for char in "\t\n"}
 
 
 def plain(text: str) -> str:
@@ -55,20 +60,48 @@ def show(out: Console, table: Table) -> None:
     """Print a table: ruled on a terminal, otherwise plain columns."""
     if out.is_terminal:
         table.box, table.padding = rich.box.SIMPLE_HEAD, (0, 0, 0, 0)
-        out.print(table)
+        least, terminal = _least_width(table), out.width
+        # A figure that is cut off reads as another one; rather let the terminal wrap.
+        out.width = max(least, terminal)
+        out.print(table, soft_wrap=least > terminal)
+        out.width = terminal
         return
-    table.box, table.padding = None, (0, 2, 0, 0)
-    with out.capture() as capture:
-        out.print(table)
-    say(out, *(line.rstrip() for line in capture.get().splitlines()))
+    out.file.writelines(f"{line}\n" for line in _plain_lines(table))
+
+
+def _plain_lines(table: Table) -> Iterator[str]:
+    """Lines of a table for a pipe; for thousands rich would take seconds."""
+    columns = []
+    for column in table.columns:
+        header = [str(column.header)] if table.show_header else []
+        cells = [*header, *map(str, column.cells)]
+        width = max(map(cell_len, cells), default=0)
+        pads = (" " * (width - cell_len(cell)) for cell in cells)
+        right = column.justify == "right"
+        columns.append(
+            [pad + cell if right else cell + pad for cell, pad in zip(cells, pads)]
+        )
+    return ("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
+
+
+def _least_width(table: Table) -> int:
+    """What a ruled table takes so that no figure is cut off and no name vanishes."""
+    widths = []
+    for column in table.columns:
+        cells = (str(cell) for cell in (column.header, *column.cells))
+        full = max(map(cell_len, cells))
+        column.min_width = full if column.no_wrap else min(full, _LEAST_NAME_WIDTH)
+        widths.append(column.min_width)
+    return sum(widths) + len(widths) + 1  # the ruling
 
 
 class _PlainTable(Table):
-    """A table of texts that no terminal obeys."""
+    """A table of texts that no terminal obeys, and of a line each."""
 
     def add_row(self, *cells: Any, **named: Any) -> None:
         """As Table's; every cell is a str."""
-        super().add_row(*map(plain, cells), **named)
+        lines = (plain(cell).translate(_BREAKS) for cell in cells)
+        super().add_row(*lines, **named)
 
 
 def columns_table(left: Iterable[str], right: Iterable[str]) -> Table:

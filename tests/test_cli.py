@@ -1,6 +1,7 @@
 """The command line: what each command shows and changes, its JSON, its exit codes."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -8,16 +9,19 @@ import shutil
 import subprocess
 import sys
 
+import hypothesis
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import roots
 import strategies
+from hypothesis import strategies as st
+from rich.console import Console
 from strategies import STORE, open_run, packs_named, packs_on_disk, read_step
 
 import orbax_delta
-from orbax_delta import check, cli, demo, errors, owners
+from orbax_delta import check, cli, demo, errors, owners, views
 from orbax_delta.manifests import encode_manifest
 from orbax_delta.marks import Mark
 from orbax_delta.reports import human_bytes
@@ -523,6 +527,20 @@ def test_exit_codes_are_documented(command):
     assert listed["22"] == "damage found"
 
 
+def test_an_output_that_is_full(made):
+    """One plain message; a script that keeps what is printed must see it."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "orbax_delta", "ls", made],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode != 0
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_interruption(monkeypatch, command):
     """Ctrl-C is said and has its own exit code."""
 
@@ -575,6 +593,25 @@ def test_a_step_without_its_store(made, tmp_path, command):
     code, _, err = command("show", tmp_path / "copied", 3)
     assert code == 10
     assert f"when it was saved the store was {made}/{STORE}/" in err
+
+
+WORDS = st.text(max_size=6).map(str.strip)
+
+
+@hypothesis.given(st.lists(st.tuples(WORDS, WORDS, WORDS), max_size=5), st.booleans())
+def test_lines_in_a_pipe(rows, header):
+    """What is made without rich, which is slow, is what rich makes; a line a row."""
+    table = views.columns_table(["name", "saved at"], ["figure"])
+    table.show_header = header
+    for row in rows:
+        table.add_row(*row)
+    table.box, table.padding = None, (0, 2, 0, 0)
+    out = Console(file=io.StringIO(), width=1000, highlight=False, emoji=False)
+    out.print(table)
+    slow = [line.rstrip() for line in out.file.getvalue().split("\n")]
+    fast = list(views._plain_lines(table))
+    assert len(fast) == len(rows) + header
+    assert fast == slow[: len(fast)]
 
 
 def test_relative_roots(made, monkeypatch, command):

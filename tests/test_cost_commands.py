@@ -1,7 +1,10 @@
 """The commands about costs: what each shows, its JSON, its exit codes, its plots."""
 
+import dataclasses
+import errno
 import json
 import os
+import pathlib
 import pty
 import re
 import select
@@ -226,6 +229,11 @@ def test_diff_of_damage(root, command):
     assert code == errors.CorruptionError.exit_code
     assert roots.lines_of(out)[1][:2] == ["w", "damaged"]
     assert "w: leaf w, chunk [0:900]" in out
+    packs = root / STORE / "packs"
+    for pack in packs.iterdir():
+        pack.unlink()
+        pack.mkdir()  # which the system refuses to read, whatever is in it
+    assert command("diff", root, 0, 1)[0] == errors.StorageError.exit_code
 
 
 # --- advise ---------------------------------------------------------------------------
@@ -256,10 +264,13 @@ def test_advise(made, command, document):
         ([], "give either --mtbf, or both --hosts and --host-mtbf"),
         (["--hosts", "3"], "give either --mtbf"),
         (["--mtbf", "1d", "--hosts", "3", "--host-mtbf", "1d"], "give either --mtbf"),
-        (["--mtbf", "0"], "mtbf is 0.0 s; expected a time above 0"),
+        (["--mtbf", "0"], "mtbf is 0.0 s; expected a time that is finite and above 0"),
         (["--mtbf", "1w"], "'1w' is no time; expected 90, 90s, 15m, 12h or 2.5d"),
         (["--mtbf", "-3"], "'-3' is no time"),
         (["--mtbf", "1d", "--keep", "0"], "0 is not in the range x>=1"),
+        (["--mtbf", "9" * 400], "mtbf is inf s; expected a time that is finite"),
+        (["--mtbf", "1d", "--keep", "9" * 400], "steps; expected 1 to 1,000,000,000"),
+        (["--hosts", "9" * 400, "--host-mtbf", "1d"], "is not in the range 1<=x<="),
     ],
 )
 def test_advise_refuses(made, command, arguments, match):
@@ -303,19 +314,40 @@ def test_plots_of_long_and_short_runs(tmp_path):
         full_bytes=8,
         is_full=True,
     )
-    for count in (1, 200):
-        costplots.draw_history([step] * count, tmp_path / "run.png")
+    odd = dataclasses.replace(step, step="$\\foo$")  # no formula
+    for steps in ([step], [step] * 200, [odd]):
+        costplots.draw_history(steps, tmp_path / "run.png")
         assert (tmp_path / "run.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.parametrize("name", ["history", "advise"])
-def test_a_plot_that_cannot_be_written(made, tmp_path, command, name):
+def test_a_plot_that_cannot_be_written(made, tmp_path, command, document, name):
     """Says where it should have gone."""
     more = ["--mtbf", "1h"] if name == "advise" else []
     where = tmp_path / "nowhere" / "x.png"
     code, _, err = command(name, made, *more, "--plot", where)
     assert code == errors.StorageError.exit_code
     assert f"could not write the plot to {where}" in err
+    code, found = document(name, made, *more, "--plot", where)  # one document
+    assert (code, found["error"]["kind"]) == (errors.StorageError.exit_code, "storage")
+
+
+def test_a_plot_that_fails_leaves_the_old_one(made, tmp_path, command, monkeypatch):
+    """A full disk, or whatever else."""
+    path = tmp_path / "x.png"
+    assert command("history", made, "--plot", path)[0] == 0
+    old = path.read_bytes()
+
+    def full(self, data):
+        self.open("xb").close()
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    code, _, err = command("history", made, "--plot", path)
+    assert code == errors.StorageError.exit_code
+    assert "could not write the plot to" in err
+    assert path.read_bytes() == old
+    assert [file.name for file in tmp_path.iterdir()] == ["x.png"]
 
 
 def test_a_plot_without_matplotlib(made, tmp_path, command, monkeypatch):
@@ -337,6 +369,17 @@ def test_a_wrong_root(tmp_path, command, name):
         code, out, err = command(name, tmp_path / root, *more)
         assert (code, out) == (errors.NotFoundError.exit_code, "")
         assert match in err
+
+
+@pytest.mark.parametrize("name", ["history", "du", "advise", "diff", "watch"])
+def test_a_root_that_is_no_path(command, document, name):
+    """A variable that is not set; bytes that are no UTF-8."""
+    more = {"advise": ["--mtbf", "1h"], "diff": ["1", "2"]}.get(name, [])
+    for root, match in (("", "an empty text"), ("a\udcff", "be written in UTF-8")):
+        code, out, err = command(name, root, *more)
+        assert (code, out) == (errors.InvalidInputError.exit_code, "")
+        assert match in err
+        assert match in document(name, root, *more)[1]["error"]["message"]
 
 
 def test_a_wrong_step(made, command, document):
@@ -389,6 +432,31 @@ def test_on_a_terminal(made, monkeypatch, capfd):
             ]
 
 
+@pytest.mark.parametrize("columns", [20, 40, 60])
+def test_on_a_narrow_terminal(made, monkeypatch, capfd, columns):
+    """No figure is cut off, which would read as another one, and no name vanishes."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    def shown(width, *arguments):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert cli.main(list(map(str, arguments))) == 0
+        out, _ = capfd.readouterr()
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
+
+    for arguments in (
+        ["history", made],
+        ["du", made],
+        ["du", made, "--leaves"],
+        ["diff", made, 2, 5],
+        ["ls", made],
+    ):
+        figures = re.compile(r"(?<!\S)[\d.,]+(?: [kMG]?B|%)?(?!\S)")
+        known = set(figures.findall(shown(300, *arguments)))
+        assert set(figures.findall(shown(columns, *arguments))) <= known
+    assert re.search(r"^ params", shown(columns, "diff", made, 2, 5), re.MULTILINE)
+
+
 PROGRAM = """
 import sys
 from orbax_delta import cli
@@ -414,6 +482,29 @@ def test_starts_without_jax(made):
 
 
 # --- watch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("interval", "match"),
+    [
+        ("nan", "'nan' is no time"),
+        ("inf", "'inf' is no time"),
+        ("0", "'0' is not from 0.1s to 1d"),
+        ("2d", "'2d' is not from 0.1s to 1d"),
+    ],
+)
+def test_watch_refuses(made, command, interval, match):
+    """Times that nobody can wait for."""
+    code, _, err = command("watch", made, "--interval", interval)
+    assert code == errors.InvalidInputError.exit_code
+    assert match in err
+
+
+def test_watch_says_at_once_where_it_cannot_write(root, tmp_path, command):
+    """Before there is anything to write."""
+    code, _, err = command("watch", root, "--prometheus", tmp_path / "no" / "x.prom")
+    assert code == errors.StorageError.exit_code
+    assert "could not write the metrics to" in err
 
 
 def test_looks_take_at_most_half_of_the_time(made):
@@ -450,7 +541,7 @@ class Watching:
                 *("--interval", "0.1", *arguments),
             ],
             stdout=out,
-            stderr=subprocess.STDOUT,
+            stderr=out if terminal else subprocess.PIPE,
             env=environment,
         )
         os.close(out)
@@ -461,7 +552,7 @@ class Watching:
 
     def __exit__(self, *_):
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
         os.close(self.master)
 
     def read_until(self, pattern):
@@ -487,11 +578,19 @@ class Watching:
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(ANSWER_SECONDS)
 
+    def read_error(self):
+        """The next line of standard error, without end of line."""
+        ready, _, _ = select.select([self.process.stderr], [], [], ANSWER_SECONDS)
+        assert ready, "nothing came on standard error"
+        return self.process.stderr.readline().decode().rstrip("\n")
+
 
 def test_watch_in_a_pipe(root, tmp_path):
     """A root that is not there yet; a line for each save; the metrics; Ctrl-C."""
     path = tmp_path / "run.prom"
     with Watching(root, "--prometheus", str(path)) as watched:
+        said = watched.read_error()
+        assert said == f"orbax-delta: Nothing has been saved to {root} yet."
         with open_run(root) as run:
             for step in range(2):
                 run.save(step, {"w": np.arange(900.0) + step})
@@ -513,6 +612,30 @@ def test_watch_as_json(root):
         assert watched.end() == 0
         lines = [json.loads(line) for line in watched.text.splitlines()]
     assert [line["step"] for line in lines] == ["0", "1"]
+
+
+def test_watch_says_what_is_wrong(run):
+    """Once, on standard error; the saves that are known all the same."""
+    (run / "4" / "default" / "MANIFEST").write_bytes(b"garbled")
+    with Watching(run, "--json") as watched:
+        assert "does not begin with a ORBAX-DELTA" in watched.read_error()
+        watched.read_until(r'"step": "5".*\n')
+        shutil.rmtree(run)  # and a step of what was told goes with it
+        assert "Nothing has been saved to" in watched.read_error()
+        assert watched.end() == 0
+    assert all(json.loads(line) for line in watched.text.splitlines())
+
+
+def test_metrics_follow_steps_that_go(run, tmp_path):
+    """Without a new save."""
+    path = tmp_path / "run.prom"
+    with Watching(run, "--prometheus", str(path)) as watched:
+        watched.read_until(r"step 5 .*\n")
+        shutil.rmtree(run / "3")
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while 'steps{root="' not in (text := path.read_text()) or "} 3\n" not in text:
+            assert time.monotonic() < deadline, text
+        assert watched.end() == 0
 
 
 def test_watch_on_a_terminal(root):

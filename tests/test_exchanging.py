@@ -1,6 +1,7 @@
 """The commands `export` and `import`: what they say, their JSON, their exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -83,6 +84,27 @@ def test_options_of_safetensors(made, tmp_path, command, monkeypatch):
     assert "--shard-bytes and --names are for --to safetensors; leave them" in err
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def f(:", r"SyntaxError"),
+        ("raise RuntimeError('at import')", "RuntimeError: at import"),
+        ("f = 3", "TypeError: f is a int"),
+        ("def f(path):\n    return path[9]", "fails at leaf .* IndexError"),
+    ],
+)
+def test_modules_that_fail(made, tmp_path, command, monkeypatch, text, why):
+    """A function of somebody else fails in its own way; it is said where."""
+    name = f"names_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    to = ["--to", "safetensors", "--include", "params/*", "--names", f"{name}:f"]
+    code, _, err = command("export", made, 3, tmp_path / "out", *to)
+    assert code == 2
+    assert re.search(why, err)
+    assert not (tmp_path / "out").exists()
+
+
 def test_errors_have_their_codes(made, tmp_path, command):
     """Wrong root, step, item and target; as JSON too."""
     to = ["--to", "delta"]
@@ -116,6 +138,28 @@ def test_progress_on_a_terminal(made, tmp_path, monkeypatch, capfd):
     out = str(tmp_path / "out")
     assert cli.main(["export", str(made), "3", out, "--to", "safetensors"]) == 0
     assert "chunks" in capfd.readouterr().err
+
+
+def test_an_import_that_fails_ends(made, tmp_path):
+    """At once, with one line: of a folder that it cannot make Orbax waits for long."""
+    save(tmp_path / "run", {"w": np.arange(9000.0)})
+    out = tmp_path / "out"
+    assert (
+        cli.main(["export", str(tmp_path / "run"), "3", str(out), "--to", "orbax"]) == 0
+    )
+    (out / "w" / "0").unlink()
+    (tmp_path / "file").write_text("mine")
+    for root, code in (("file", 30), ("back", 22)):
+        done = subprocess.run(
+            [sys.executable, "-m", "orbax_delta", "import", out, tmp_path / root, "0"],
+            capture_output=True,
+            text=True,
+            timeout=200,  # seconds; Orbax would take 300
+        )
+        assert done.returncode == code
+        assert done.stdout == ""
+        assert "Traceback" not in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("orbax-delta: ")
 
 
 def test_in_a_process_of_its_own(made, tmp_path):

@@ -33,6 +33,7 @@ from orbax_delta import (
     orbaxfolders,
     policies,
     sources,
+    tensorfolders,
 )
 from orbax_delta.errors import (
     CorruptionError,
@@ -331,6 +332,30 @@ def test_every_type_in_orbax(tmp_path, dtype):
     assert_same_tree(ocp.StandardCheckpointer().restore(tmp_path / "out"), {"w": array})
 
 
+NARROW = sorted(
+    name
+    for name, kind in vars(ml_dtypes).items()
+    if isinstance(kind, type) and issubclass(kind, np.generic)
+)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_every_narrow_type_in_orbax(tmp_path, dtype):
+    """Whatever ml_dtypes has: what is exported opens, or it is refused by name."""
+    array = np.zeros((5, 3), getattr(ml_dtypes, dtype))
+    try:
+        save(tmp_path / "run", {"w": array})
+    except InvalidInputError:
+        return  # no step can hold it
+    if dtype not in orbaxfolders._ZARR_TYPES:
+        with pytest.raises(InvalidInputError, match=r"which no Orbax checkpoint can"):
+            exports.export_orbax(tmp_path / "run", 3, tmp_path / "out")
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        return
+    exports.export_orbax(tmp_path / "run", 3, tmp_path / "out")
+    assert_same_tree(ocp.StandardCheckpointer().restore(tmp_path / "out"), {"w": array})
+
+
 def test_zarr_chunks_at_the_edge(tmp_path, monkeypatch):
     """A leaf of many chunks, with a rest in both dimensions."""
     monkeypatch.setattr(orbaxfolders, "CHUNK_BYTES", 200)
@@ -426,6 +451,11 @@ def test_names_of_ones_own(made, tmp_path):
         (lambda _: 3, r"the name of leaf params/bf16 is 3; expected a text"),
         (lambda _: "__metadata__", r"the name of leaf params/bf16 is '__metadata__'"),
         (lambda _: "\ud800", r"the name of leaf params/bf16 is .* in UTF-8"),
+        (
+            lambda path: path[2],
+            r"function of names fails at leaf params/bf16, whose path is \('params', "
+            r"'bf16'\): IndexError: tuple index out of range",
+        ),
     ],
 )
 def test_names_that_are_none(made, tmp_path, name, words):
@@ -467,6 +497,16 @@ def test_long_texts(tmp_path):
         exports.export_safetensors(tmp_path / "run", 3, tmp_path / "out")
 
 
+def test_a_header_that_nobody_reads(made, tmp_path, monkeypatch):
+    """Readers refuse a longer one; it is said before anything is written."""
+    monkeypatch.setattr(tensorfolders, "MAX_HEADER_BYTES", 100)
+    with pytest.raises(
+        InvalidInputError, match=r"needs a header of [\d,]+ bytes; read"
+    ):
+        exports.export_safetensors(made, 3, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_limit(made, tmp_path):
     """A file of less than a byte is none."""
     with pytest.raises(InvalidInputError, match=r"shard_bytes is 0; expected 1"):
@@ -482,6 +522,7 @@ def test_no_limit(made, tmp_path):
         (1 << 63, r"leaf bad is an int of more than 64 bits, which no Orbax"),
         (1j, r"leaf bad is a Python complex number, which no Orbax"),
         (b"x", r"leaf bad is bytes, which no Orbax checkpoint can hold\. Leave it"),
+        ("\ud800", r"leaf bad is a text with a lone surrogate, which no Orbax"),
     ],
 )
 def test_values_that_orbax_lacks(tmp_path, value, words):
@@ -496,7 +537,12 @@ def test_values_that_orbax_lacks(tmp_path, value, words):
 
 
 @pytest.mark.parametrize(
-    "key", ["_METADATA", "..", "a//b", "", "nul\0", "x" * 300, "_sharding/x"]
+    "key",
+    [
+        *("_METADATA", "..", "a//b", "", "nul\0", "x" * 300, "_sharding/x"),
+        # What Orbax takes for a database, for a folder in it, and for no text.
+        *("manifest.ocdbt", "a\\b", "\ud800"),
+    ],
 )
 def test_keys_that_are_no_folders(tmp_path, key):
     """Orbax names folders by them."""
@@ -570,6 +616,43 @@ def test_targets_elsewhere(made, form):
     """Exports go to this machine."""
     with pytest.raises(InvalidInputError, match=r"gs://b/x is not on this machine"):
         EXPORTS[form](made, 3, "gs://b/x")
+
+
+@every_form
+def test_folders_above_a_target(made, tmp_path, form):
+    """They are made for an export, and gone again with one that fails."""
+    (tmp_path / "mine").mkdir()
+    target = tmp_path / "mine" / "new" / "newer" / "out"
+
+    def fail(what, done, total):
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises((StorageError, OSError), match=r"full"):
+        EXPORTS[form](made, 3, target, progress=fail)
+    assert list((tmp_path / "mine").iterdir()) == []
+    EXPORTS[form](made, 3, target)
+    assert target.is_dir()
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "ü" * 120])
+def test_long_names(made, tmp_path, name):
+    """As long as a folder's may be; in the other forms Orbax gives it a suffix."""
+    exports.export_safetensors(made, 3, tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@every_form
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "the path is an empty text"), ("\udcff", "cannot be written in UTF-8")],
+)
+def test_paths_that_are_none(made, tmp_path, form, text, words):
+    """A variable that is not set is not the folder that one is in."""
+    with pytest.raises(InvalidInputError, match=words):
+        EXPORTS[form](made, 3, text)
+    with pytest.raises(InvalidInputError, match=words):
+        EXPORTS[form](text, 3, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 @every_form

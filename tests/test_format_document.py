@@ -467,7 +467,7 @@ def test_limits_are_those_of_the_code():
         frames._MAX_EXPANSION,
         frames.FREE_TEXT_BYTES,
         frames.MAX_TEXT_RATIO,
-        trees._MAX_DEPTH,
+        trees.MAX_DEPTH,
         fields.MAX_METADATA_DEPTH,
         places.MAX_MANIFEST_DEPTH,
         archived.MOST_MOVES,

@@ -204,6 +204,7 @@ def test_damaged_lines_do_not_concern_others(root):
         {"step": 7},
         {"written_bytes": 1 << 63},
         {"item": None},
+        {"started_us": (1 << 63) - 1},
     ],
     ids=str,
 )

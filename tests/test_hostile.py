@@ -32,6 +32,7 @@ from orbax_delta import (
     parts,
     records,
     restore,
+    steps,
     storefiles,
 )
 from orbax_delta.errors import (
@@ -46,6 +47,12 @@ from orbax_delta.options import DeltaOptions
 from orbax_delta.places import locate
 
 OPTIONS = DeltaOptions(threads=1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_deleted(monkeypatch):
+    """Nobody need wait for the end of a deletion, hundreds of times."""
+    monkeypatch.setattr(steps, "let_deletions_end", lambda: None)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,18 @@
 """Imports: checkpoints that others wrote, and runs that go on from them."""
 
+import contextlib
 import doctest
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import uuid
+from pathlib import Path
 
+import buckets
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +31,7 @@ from orbax_delta.errors import (
     FormatError,
     InvalidInputError,
     NotFoundError,
+    StorageError,
 )
 from orbax_delta.imports import import_checkpoint
 
@@ -135,6 +142,22 @@ def test_chunks_of_zeros_that_orbax_left_out(tmp_path):
     file.write_text(json.dumps(document))
     import_checkpoint(tmp_path / "stock", tmp_path / "run", 0)
     assert_same_tree(restored(tmp_path / "run", 0), {"w": np.zeros(3)})
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"null", b'{"tree_metadata": []}'])
+@pytest.mark.parametrize("name", ["_METADATA", "_sharding", "k/0", "w/.zarray"])
+def test_files_of_something_else(tmp_path, name, data):
+    """Whatever Orbax raises about them, it is one of our errors and no step."""
+    state = {"w": jnp.arange(6.0), "k": jax.random.key(3), "n": 3}
+    stock(tmp_path / "stock", state, use_ocdbt=False)
+    (tmp_path / "stock" / name).write_bytes(data)
+    if name == "_sharding":  # which a checkpoint can do without
+        expected = contextlib.suppress(FormatError, CorruptionError)
+    else:
+        errors = (FormatError, CorruptionError, InvalidInputError)
+        expected = pytest.raises(errors, match=re.escape(str(tmp_path / "stock")))
+    with expected:
+        import_checkpoint(tmp_path / "stock", tmp_path / "run", 0)
 
 
 def test_damaged_metadata(tmp_path):
@@ -255,6 +278,10 @@ def test_paths_that_meet(tmp_path, names, words):
         (lambda _: ("same",), r"'a' and 'b' would both be the leaf \('same',\)"),
         (lambda _: (), r"the path of tensor 'a' is \(\); expected texts"),
         (lambda _: (1,), r"the path of tensor 'a' is \(1,\); expected texts"),
+        (lambda _: 3, r"the path of tensor 'a' is 3; expected texts"),
+        (lambda name: name, r"the path of tensor 'a' is 'a'; expected texts"),
+        (lambda name: name[5], r"split fails at the tensor 'a': IndexError: string"),
+        (lambda _: ("x",) * 101, r"tensor 'a' is 101 levels deep; a tree has at most"),
     ],
 )
 def test_splits_that_are_none(tmp_path, split, words):
@@ -285,12 +312,52 @@ def test_indices_that_do_not_fit(tmp_path):
     index.write_text(json.dumps(document))
     with pytest.raises(FormatError, match=r"names files outside of its folder"):
         import_checkpoint(out, tmp_path / "back", 0)
-    index.write_text("[]")
-    with pytest.raises(FormatError, match=r"is no index of safetensors"):
-        import_checkpoint(out, tmp_path / "back", 0)
+    for text in ("[]", '{"weight_map": {}}'):
+        index.write_text(text)
+        with pytest.raises(FormatError, match=r"is no index of safetensors"):
+            import_checkpoint(out, tmp_path / "back", 0)
     index.unlink()
+    index.mkdir()
+    with pytest.raises(StorageError, match=r"could not import .*out.*Is a directory"):
+        import_checkpoint(out, tmp_path / "back", 0)
+    index.rmdir()
     with pytest.raises(FormatError, match=r"holds \d+ safetensors files and no model"):
         import_checkpoint(out, tmp_path / "back", 0)
+
+
+def test_an_index_that_says_otherwise(tmp_path):
+    """Of a tensor that no file holds, or another file: the state is not whole."""
+    safetensors()
+    from safetensors.numpy import save_file
+
+    for name in "ab":
+        save_file({name: np.ones(2)}, tmp_path / f"{name}.safetensors")
+    # As a library for diffusion models calls it.
+    index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
+    good = {"a": "a.safetensors", "b": "b.safetensors"}
+    for more in ({"c": "a.safetensors"}, {"b": "a.safetensors"}):
+        index.write_text(json.dumps({"weight_map": good | more}))
+        with pytest.raises(
+            FormatError, match=r"says that a\.safetensors holds the tensor '[bc]', wh"
+        ):
+            import_checkpoint(tmp_path, tmp_path / "run", 0)
+    assert not (tmp_path / "run").exists()
+    index.write_text(json.dumps({"weight_map": good}))
+    import_checkpoint(tmp_path, tmp_path / "run", 0)
+    assert_same_tree(restored(tmp_path / "run", 0), {n: np.ones(2) for n in "ab"})
+
+
+@pytest.mark.parametrize("shape", [[1] * 65, [0, 1 << 62, 4], [0, 1 << 64]], ids=len)
+def test_shapes_that_no_step_holds(tmp_path, shape):
+    """They are seen before anything is written."""
+    place = {"dtype": "U8", "shape": shape, "data_offsets": [0, int(0 not in shape)]}
+    header = json.dumps({"w": place}).encode()
+    file = tmp_path / "x.safetensors"
+    length = len(header).to_bytes(8, "little")
+    file.write_bytes(length + header + bytes(int(0 not in shape)))
+    with pytest.raises(InvalidInputError, match=r"leaf w of .* which no step can hold"):
+        import_checkpoint(file, tmp_path / "run", 0)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -384,6 +451,50 @@ def test_steps_that_are_none(tmp_path, step):
         InvalidInputError, match=r"step is .*; expected a number from 0"
     ):
         import_checkpoint(tmp_path / "stock", tmp_path / "run", step)
+
+
+@pytest.mark.parametrize("item", ["", ".", "..", "a/b", "metrics"])
+def test_items_that_are_none(tmp_path, item):
+    """Folders that cannot be, and the one that Orbax keeps metrics in."""
+    stock(tmp_path / "stock", {"w": np.ones(3)})
+    with pytest.raises(InvalidInputError, match=r"the item .* cannot be; expected the"):
+        import_checkpoint(tmp_path / "stock", tmp_path / "run", 0, item=item)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_system_refuses(tmp_path):
+    """A root below a file, a source of too long a name, a link to nothing."""
+    stock(tmp_path / "stock", {"w": np.ones(3)})
+    (tmp_path / "file").write_text("mine")
+    refused = {tmp_path / "file": "File exists", tmp_path / "file" / "x": "Not a dir"}
+    for root, words in refused.items():
+        with pytest.raises(StorageError, match=rf"could not import .*{words}"):
+            import_checkpoint(tmp_path / "stock", root, 0)
+    with pytest.raises(StorageError, match=r"could not import .*name too long"):
+        import_checkpoint("/" + "x" * 500, tmp_path / "run", 0)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "model.safetensors").symlink_to("nowhere")
+    with pytest.raises(StorageError, match=r"could not import .*No such file"):
+        import_checkpoint(tmp_path / "links", tmp_path / "run", 0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_into_a_bucket(s3):
+    """A root may be one: a new one, and that of a run."""
+    if not buckets.installed("s3fs"):
+        pytest.skip(buckets.NEEDS_S3FS)
+    with tempfile.TemporaryDirectory() as folder:
+        state = {"w": np.arange(3000)}
+        stock(Path(folder) / "stock", state)
+        root = f"s3://{buckets.BUCKET}/{uuid.uuid4().hex}"
+        for step in (3, 4):
+            import_checkpoint(Path(folder) / "stock", root, step)
+            exports.export_delta(root, step, Path(folder) / str(step))
+            imports_of = Path(folder) / "back"
+            import_checkpoint(Path(folder) / str(step), imports_of, step)
+            assert_same_tree(restored(imports_of, step), state)
+        with pytest.raises(InvalidInputError, match=r"has a step 4 already"):
+            import_checkpoint(Path(folder) / "stock", root, 4)
 
 
 def test_a_step_that_is_there(tmp_path):

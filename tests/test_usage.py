@@ -5,6 +5,7 @@ prunes in any order.
 """
 
 import collections
+import functools
 import os
 import shutil
 
@@ -17,7 +18,18 @@ import strategies
 from strategies import STORE, disk_bytes, open_run, read_step
 
 import orbax_delta
-from orbax_delta import filesizes, listing, prune, records, testing, usage
+from orbax_delta import (
+    costs,
+    exports,
+    filesizes,
+    listing,
+    prune,
+    records,
+    steps,
+    testing,
+    usage,
+)
+from orbax_delta.errors import NotFoundError
 from orbax_delta.marks import Mark
 from orbax_delta.owners import this_process
 from orbax_delta.store import DeltaStore, Folder
@@ -205,6 +217,48 @@ def test_a_step_that_goes_away_while_it_is_read(tmp_path):
     check_sums(root, used)
     assert not used.problems
     assert [o.number for o in used.owners if not o.is_base] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("first", ["MANIFEST", "part-*"])
+def test_half_of_a_deletion_is_no_damage(tmp_path, monkeypatch, first):
+    """One file of a step is gone, the others go a moment later: nothing is wrong."""
+    root = roots.make(tmp_path / "run")
+    (file,) = (root / "2" / "default").glob(first)
+    file.unlink()
+    # As long as it stays so, it is what it looks like.
+    assert measure(root).problems
+    end = functools.partial(shutil.rmtree, root / "2", ignore_errors=True)
+    monkeypatch.setattr(steps, "let_deletions_end", end)
+    known = costs.read(str(root))
+    used = usage.measure(known.root)
+    assert (known.damaged, used.problems, used.exit_code) == ([], [], 0)
+    check_sums(root, used)
+
+
+def test_a_step_that_is_half_deleted_is_not_exported(tmp_path, monkeypatch):
+    """It went away; who says that it is damaged sends people to look for the reason."""
+    root = roots.make(tmp_path / "run")
+    (part,) = (root / "2" / "default").glob("part-*")
+    part.unlink()
+    end = functools.partial(shutil.rmtree, root / "2", ignore_errors=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "let_deletions_end", end)
+        with pytest.raises(NotFoundError, match=r"step 2, .* went away while it was"):
+            exports.export_delta(root, 2, tmp_path / "out")
+    store = DeltaStore.open(Folder(str(root)))
+
+    def go(_):
+        if (root / "3").exists():
+            shutil.rmtree(root / "3")
+            prune.execute(store, prune.plan(store))
+
+    late = testing.Match(kind=("read", "range"), url="*/packs/*")
+    with (
+        testing.faults(testing.delay(go, late)),
+        pytest.raises(NotFoundError, match=r"step 3, .* went away while it was read"),
+    ):
+        exports.export_delta(root, 3, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_shared_store(tmp_path):
