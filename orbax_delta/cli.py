@@ -266,10 +266,10 @@ def _open_shared(url: str) -> DeltaStore:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 def moved(root: str, yes: bool, as_json: bool) -> int:
-    """Tell the shared store of ROOT that ROOT has moved to where it is now.
+    """Tell the shared store of ROOT where ROOT is now.
 
-    Only for a folder that lies nowhere else any more: what is left in the old place
-    counts no more.
+    Only for a folder that has moved and lies nowhere else any more: what is left in the
+    old place counts no more.
     """
     _refuse_to_ask(yes, as_json)
     store = _open_store(url_of(root))
@@ -301,9 +301,10 @@ def _open_store(url: str) -> DeltaStore:
 @click.argument("file", type=click.Path(path_type=Path))
 @json_option
 def new_key(file: Path, as_json: bool) -> int:
-    """Make FILE with a new random key, for DeltaOptions(encryption=FILE).
+    """Make FILE with a new random key.
 
-    Keep a copy of it elsewhere: without it nobody reads what was encrypted with it.
+    For DeltaOptions(encryption=FILE). Keep a copy of it elsewhere: without it nobody
+    reads what was encrypted with it.
     """
     made = Encryption(key=keys.new_key_file(file)).writing_key()
     lines = [f"{file} holds key {made.id}, readable by you alone. Keep a copy of it"]
