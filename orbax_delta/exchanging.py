@@ -134,11 +134,12 @@ def import_(
     encrypt: str | None,
     as_json: bool,
 ) -> int:
-    """Save SOURCE as STEP of ROOT, so that a run can go on from it with deltas.
+    """Save SOURCE as STEP of ROOT.
 
-    SOURCE is a plain Orbax checkpoint, a safetensors file or a folder of them, or
-    the item's folder of a delta step, on this machine. STEP is a number that must not
-    be there; ROOT may be there or not, and may be a bucket.
+    A run can then go on from it with deltas. SOURCE is a plain Orbax checkpoint, a
+    safetensors file or a folder of them, or the item's folder of a delta step, on this
+    machine. STEP is a number that must not be there; ROOT may be there or not, and may
+    be a bucket.
     """
     _stay_on_host()
     from orbax_delta import imports
