@@ -191,7 +191,7 @@ class PackBuilder:
     def add(self, record: Pieces) -> tuple[int, int]:
         """Append an encoded record; returns its offset and its length there."""
         if self._key is not None:
-            record = (self._key.seal_record(self._place(self._size), record),)
+            record = self._key.seal_record(self._place(self._size), record)
         span = (self._size, sum(map(len, record)))
         self._pieces += record
         self._spans.append(span)

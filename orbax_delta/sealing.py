@@ -59,8 +59,8 @@ class Key:
 
     def seal_record(
         self, place: "RecordPlace", record: Sequence[bytes | memoryview]
-    ) -> bytes:
-        """A record as it lies in a pack."""
+    ) -> tuple[bytes, ...]:
+        """A record as it lies in a pack, in pieces."""
         sealed = _cipher(self.secret, place.attempt).encrypt(
             _PLACE.pack(place.process, place.number, place.offset),
             b"".join(record),
@@ -68,7 +68,7 @@ class Key:
         )
         total = xxhash.xxh3_64(SEALED_MAGIC)
         total.update(sealed)
-        return b"".join((SEALED_MAGIC, sealed, _CHECKSUM.pack(total.intdigest())))
+        return SEALED_MAGIC, sealed, _CHECKSUM.pack(total.intdigest())
 
     def open_record(self, place: "RecordPlace", data: memoryview) -> memoryview:
         """The record that lies sealed in a place.
