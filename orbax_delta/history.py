@@ -18,7 +18,7 @@ from orbax_delta.store import STORE_NAME, Folder
 
 FOLDER = "history"
 FILE_NAME = re.compile(r"[0-9a-f]{32}")
-FILE_LINES = 64
+FILE_LINES = 32
 """Lines of a file; then the next one begins. All of it is written with each save."""
 
 _VERSION = 1
