@@ -279,7 +279,11 @@ def _asked(function: KeyFunction, key_id: str) -> Key:
     if secret is None:
         raise KeyError(key_id)
     if not isinstance(secret, bytes | bytearray) or len(secret) != KEY_BYTES:
-        size = f"{len(secret)} bytes" if isinstance(secret, bytes) else "no bytes"
+        size = (
+            f"{len(secret)} bytes"
+            if isinstance(secret, bytes | bytearray)
+            else "no bytes"
+        )
         raise WrongKeyError(
             f"the key function gave {size} ({type(secret).__name__}) for key "
             f"{key_id!r}; expected {KEY_BYTES} bytes"

@@ -21,7 +21,12 @@ from etils import epath
 
 from orbax_delta import chunks, dtypes, leaves, trees
 from orbax_delta.chunks import Box
-from orbax_delta.errors import CorruptionError, DeltaError, FormatError
+from orbax_delta.errors import (
+    CorruptionError,
+    DeltaError,
+    FormatError,
+    OutOfMemoryError,
+)
 from orbax_delta.hosts import ALONE
 from orbax_delta.manifests import VALUE_KINDS, LeafEntry
 from orbax_delta.orbaxfolders import METADATA_FILE, PASSPORT, grid_boxes
@@ -49,12 +54,16 @@ def source(path: Path) -> Source:
     Raises:
         FormatError: It is no such checkpoint.
         CorruptionError: A small leaf of it cannot be read.
+        OutOfMemoryError: There is no room for it.
+        PermissionError: It must not be read.
     """
     label = f"the Orbax checkpoint {path}"
     try:
         return _source(path, label)
-    except DeltaError:
-        raise
+    except (DeltaError, PermissionError):
+        raise  # which say nothing of the file
+    except MemoryError as error:
+        raise OutOfMemoryError(f"{label}: no room to read it ({error})") from error
     except Exception as error:  # of damaged files Orbax raises any kind
         raise FormatError(f"{label} cannot be read: {error!s:.300}") from error
 
@@ -173,6 +182,12 @@ class _Checkpoint:
         )
         try:
             restored = ocp.PyTreeCheckpointHandler().restore(self._path, args=args)
+        except PermissionError:
+            raise
+        except MemoryError as error:
+            raise OutOfMemoryError(
+                f"the Orbax checkpoint {self._path}: no room to restore it ({error})"
+            ) from error
         except Exception as error:  # Orbax raises any kind
             raise CorruptionError(
                 f"the Orbax checkpoint {self._path} does not restore: {error!s:.300}"

@@ -295,6 +295,13 @@ def test_sealed(cache, tmp_path):
             assert 0 < other["added_bytes"] - one["added_bytes"] < 10_000
 
 
+def test_floors():
+    """Both handlers, then one and two threads."""
+    printed = run("floors.py", "--saves", 2, "--chunks", 4)
+    for text in ("orbax_delta", "Orbax", "search", "digest", "GB/s"):
+        assert text in printed
+
+
 def test_quality(tmp_path):
     """Every policy in both phases, and a picture."""
     files = ["--json", tmp_path / "q.json", "--plot", tmp_path / "q.png"]

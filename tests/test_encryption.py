@@ -434,6 +434,11 @@ def _refuses(name):
             "knows no key 'lost'",
         ),
         (Encryption(key=lambda name: b"x", key_id="a"), WrongKeyError, "gave 1 bytes"),
+        (
+            Encryption(key=lambda name: bytearray(31), key_id="a"),
+            WrongKeyError,
+            "gave 31 bytes",
+        ),
         (Encryption(key=lambda name: "x" * 32, key_id="a"), WrongKeyError, r"\(str\)"),
         (Encryption(key=_refuses, key_id="a"), WrongKeyError, "the service is down"),
         ("nowhere", WrongKeyError, "could not read the key file .*nowhere"),

@@ -31,6 +31,7 @@ from orbax_delta.errors import (
     FormatError,
     InvalidInputError,
     NotFoundError,
+    OutOfMemoryError,
     StorageError,
 )
 from orbax_delta.imports import import_checkpoint
@@ -158,6 +159,20 @@ def test_files_of_something_else(tmp_path, name, data):
         expected = pytest.raises(errors, match=re.escape(str(tmp_path / "stock")))
     with expected:
         import_checkpoint(tmp_path / "stock", tmp_path / "run", 0)
+
+
+@pytest.mark.parametrize("error", [PermissionError, MemoryError])
+def test_what_says_nothing_of_the_file(tmp_path, monkeypatch, error):
+    """A refusal of the system, or no room, is not called damage."""
+    stock(tmp_path / "stock", {"w": np.ones(3)})
+
+    def refusing(*_):
+        raise error("not now")
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "metadata", refusing)
+    with pytest.raises((StorageError, OutOfMemoryError), match="not now"):
+        import_checkpoint(tmp_path / "stock", tmp_path / "run", 0)
+    assert not (tmp_path / "run").exists()
 
 
 def test_damaged_metadata(tmp_path):
