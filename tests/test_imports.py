@@ -1,8 +1,10 @@
 """Imports: checkpoints that others wrote, and runs that go on from them."""
 
+import asyncio
 import contextlib
 import doctest
 import json
+import queue
 import re
 import shutil
 import signal
@@ -20,6 +22,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import strategies
+import tensorstore as ts
 import test_exports
 from strategies import assert_same_tree, open_run
 from test_exports import PARAMS, STATE, measured, restored, safetensors, save
@@ -159,6 +162,21 @@ def test_files_of_something_else(tmp_path, name, data):
         expected = pytest.raises(errors, match=re.escape(str(tmp_path / "stock")))
     with expected:
         import_checkpoint(tmp_path / "stock", tmp_path / "run", 0)
+
+
+def test_tensorstore_reports_to_a_closed_loop(monkeypatch):
+    """Why pyproject.toml ignores one warning; once this fails it can go."""
+    promise, future = ts.Promise.new()
+    told: queue.Queue[BaseException | None] = queue.Queue()
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: told.put(found.exc_value))
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(asyncio.wait_for(future, None))
+    loop.call_later(0, loop.stop)
+    loop.run_forever()
+    loop.close()
+    promise.set_result(None)
+    assert str(told.get(timeout=60)) == "Event loop is closed"
+    assert not waiting.done()
 
 
 @pytest.mark.parametrize("error", [PermissionError, MemoryError])
