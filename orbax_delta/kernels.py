@@ -15,10 +15,13 @@ import numpy as np
 AVAILABLE = importlib.util.find_spec("numba") is not None
 _LEAST_BYTES = 128 << 10
 
-FIND_WORDS = 64
-"""Words that are compared at once; arrays that hold what is found need such room."""
-
 _BLOCK_BYTES = 4096
+_RUN_BYTES = 8
+# Runs that are compared at once.
+_RUNS = 32
+
+FIND_ROOM = _RUNS * _RUN_BYTES
+"""Words that arrays need room for beyond those that are wanted of what is found."""
 
 
 def pay(content_bytes: int) -> bool:
@@ -35,19 +38,21 @@ class Kernels(NamedTuple):
         subtract: `(new, old, planes)`: split zigzag differences, as
             `differences.subtract` makes them.
         add: `(planes, old, out)`: the reverse; `out` may be `old`.
-        find: `(new, old, most, positions, values, blocks)`: count the words that
-            differ, and mark their blocks of 4 KiB; while they are no more than `most`,
-            also where they are and their zigzag differences, in arrays of
-            `most + FIND_WORDS`.
+        find: `(new, old, new_runs, old_runs, most, positions, values, blocks)`: count
+            the words that differ, and mark their blocks of 4 KiB; while they are no
+            more than `most`, also where they are and their zigzag differences, in
+            arrays of `most + FIND_ROOM`. Runs are the same contents in words of 8
+            bytes, as far as they go.
+        change: `(gaps, values, words)`: add zigzag differences to some words. Gaps are
+            uint32, how many words lie before each since the last; all must lie within.
     """
 
     split: Callable[[np.ndarray, np.ndarray], None]
     join: Callable[[np.ndarray, np.ndarray], None]
     subtract: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
     add: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
-    find: Callable[
-        [np.ndarray, np.ndarray, int, np.ndarray, np.ndarray, np.ndarray], int
-    ]
+    find: Callable[..., int]
+    change: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
 def compiler(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -111,12 +116,21 @@ def of(word_bytes: int) -> Kernels:
             change = word(word(value >> unit) ^ word(zero - word(value & unit)))
             out[i] = word(change + old[i])
 
+    def change(gaps: np.ndarray, values: np.ndarray, words: np.ndarray) -> None:
+        place = -1
+        for i in range(gaps.size):
+            place += 1 + int(gaps[i])
+            value = values[i]
+            delta = word(word(value >> unit) ^ word(zero - word(value & unit)))
+            words[place] = word(words[place] + delta)
+
     return Kernels(
         split=compiled(split),
         join=compiled(join),
         subtract=compiled(subtract),
         add=compiled(add),
         find=compiled(_finder(word_bytes)),
+        change=compiled(change),
     )
 
 
@@ -143,42 +157,56 @@ def _finder(word_bytes: int) -> Callable[..., int]:
     """The function `find` of `Kernels`, not yet compiled."""
     word = _WORDS[word_bytes]
     zero, unit, top = word(0), word(1), word(8 * word_bytes - 1)
+    run_words = _RUN_BYTES // word_bytes
     block_words = _BLOCK_BYTES // word_bytes
+    none = np.uint64(0)
 
     def find(
         new: np.ndarray,
         old: np.ndarray,
+        new_runs: np.ndarray,
+        old_runs: np.ndarray,
         most: int,
         positions: np.ndarray,
         values: np.ndarray,
         blocks: np.ndarray,
     ) -> int:
         count = 0
-        for start in range(0, new.size, FIND_WORDS):
-            stop = start + FIND_WORDS
-            one, other = new[start:stop], old[start:stop]
-            differ = zero
-            if one.size == FIND_WORDS:
-                # Of a length known to the compiler: many words by one instruction.
-                for i in range(FIND_WORDS):
-                    differ = word(differ | word(one[i] ^ other[i]))
-            else:
-                for i in range(one.size):
-                    differ = word(differ | word(one[i] ^ other[i]))
-            if differ == zero:
+        groups = new_runs.size // _RUNS
+        for group in range(groups):
+            start = group * _RUNS
+            one = new_runs[start : start + _RUNS]
+            other = old_runs[start : start + _RUNS]
+            differ = none
+            for j in range(_RUNS):  # as many as one instruction takes
+                differ |= one[j] ^ other[j]
+            if differ == none:
                 continue
-            blocks[start // block_words] = True
+            first = start * run_words
+            blocks[first // block_words] = True
             if count > most:
-                for i in range(one.size):
-                    count += int(one[i] != other[i])
+                for i in range(first, first + _RUNS * run_words):
+                    count += int(new[i] != old[i])
                 continue
-            for i in range(one.size):
-                # Written always, kept if it is one: jumps would cost more.
-                change = word(one[i] - other[i])
-                sign = word(zero - word(change >> top))
-                positions[count] = start + i
-                values[count] = word(word(change << unit) ^ sign)
-                count += int(change != zero)
+            for j in range(_RUNS):
+                if one[j] == other[j]:
+                    continue
+                for i in range(first + j * run_words, first + (j + 1) * run_words):
+                    # Written always, kept if it is one: jumps would cost more.
+                    change = word(new[i] - old[i])
+                    sign = word(zero - word(change >> top))
+                    positions[count] = i
+                    values[count] = word(word(change << unit) ^ sign)
+                    count += int(change != zero)
+        for i in range(groups * _RUNS * run_words, new.size):
+            change = word(new[i] - old[i])
+            if change != zero:
+                blocks[i // block_words] = True
+                if count <= most:
+                    sign = word(zero - word(change >> top))
+                    positions[count] = i
+                    values[count] = word(word(change << unit) ^ sign)
+                count += 1
         return count
 
     return find

@@ -5,6 +5,7 @@ FORMAT.md section 4.7 is the contract. Does not belong here: when this form is t
 
 import dataclasses
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -43,7 +44,9 @@ def find(content: Bytes, base: Bytes, word_bytes: int, *, most: int) -> Changes:
     """
     new, old = (differences.as_words(part, word_bytes) for part in (content, base))
     if kernels.pay(content.size):
-        return _find_compiled(new, old, most)
+        whole = content.size // 8 * 8
+        runs = [differences.as_words(part[:whole], 8) for part in (content, base)]
+        return _find_compiled(new, old, runs, most)
     changed = scratch.array("changed", new.size, 1).view(np.bool_)
     np.not_equal(new, old, out=changed)
     count = int(np.count_nonzero(changed))
@@ -57,14 +60,16 @@ def find(content: Bytes, base: Bytes, word_bytes: int, *, most: int) -> Changes:
     return Changes(count=count, blocks=blocks, positions=positions, values=values)
 
 
-def _find_compiled(new: np.ndarray, old: np.ndarray, most: int) -> Changes:
+def _find_compiled(
+    new: np.ndarray, old: np.ndarray, runs: Sequence[np.ndarray], most: int
+) -> Changes:
     word_bytes = new.itemsize
-    room = most + kernels.FIND_WORDS
+    room = most + kernels.FIND_ROOM
     positions = scratch.array("positions", room, 4)
     values = scratch.array("values", room, word_bytes)
     blocks = np.zeros(-(-new.nbytes // BLOCK_BYTES), np.bool_)
     find_words = kernels.of(word_bytes).find
-    count = find_words(new, old, most, positions, values, blocks)
+    count = find_words(new, old, *runs, most, positions, values, blocks)
     if count > most:
         return Changes(count=count, blocks=blocks, positions=None, values=None)
     return Changes(
@@ -116,11 +121,14 @@ def decode_onto(view: memoryview, content: Bytes, word_bytes: int) -> None:
     gap_words, rest = planes.decode(view[_HEAD.size :], count * gap_bytes, gap_bytes)
     values = planes.decode_exactly(rest, count * word_bytes, word_bytes)
     gaps = differences.as_words(gap_words, gap_bytes)
+    last = int(gaps.sum(dtype=np.int64)) + count - 1
+    if last >= words.size:
+        raise CorruptionError(f"a SPARSE record changes element {last} of {words.size}")
+    if kernels.pay(content.size):
+        differing = differences.as_words(values, word_bytes)
+        kernels.of(word_bytes).change(gaps.astype(np.uint32), differing, words)
+        return
     positions = np.cumsum(gaps, dtype=np.int64)
     positions += np.arange(count)
-    if count and int(positions[-1]) >= words.size:
-        raise CorruptionError(
-            f"a SPARSE record changes element {int(positions[-1])} of {words.size}"
-        )
     differences.add(values, words[positions].view(np.uint8), word_bytes)
     words[positions] = differences.as_words(values, word_bytes)
