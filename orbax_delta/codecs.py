@@ -16,6 +16,10 @@ from orbax_delta.differences import Bytes as Bytes
 from orbax_delta.errors import CorruptionError
 from orbax_delta.grids import Codes
 from orbax_delta.sparse import Changes
+from orbax_delta.sparse import Payload as Payload
+from orbax_delta.sparse import Unpacked as Unpacked
+from orbax_delta.sparse import unpack as unpack
+from orbax_delta.sparse import unpacked_bytes as unpacked_bytes
 
 SPARSE_MAX_DENSITY = 0.125
 # Above it, codes of few values take less than bits of floats.
@@ -178,6 +182,7 @@ def decode(
     content_bytes: int,
     word_bytes: int,
     out: Bytes | None = None,
+    unpacked: Unpacked | None = None,
 ) -> Bytes:
     """The content that `payload` stands for, in `out` or else in a fresh buffer.
 
@@ -189,6 +194,7 @@ def decode(
         word_bytes: Size of an element, 1, 2, 4 or 8.
         out: Where the content goes; it may be `base`, and holds anything after an
             error.
+        unpacked: What `unpack` made of it; of form SPARSE.
 
     Raises:
         CorruptionError: The payload does not describe content of this size.
@@ -222,7 +228,9 @@ def decode(
         relative = form is Form.RELATIVE
         return gridforms.decode(view, base, content_bytes, relative=relative, out=out)
     content = _copied(base, out)
-    sparse.decode_onto(view, content, word_bytes)
+    if unpacked is None:
+        (unpacked,) = sparse.unpack([(view, content_bytes, word_bytes)])
+    unpacked.apply(content, word_bytes)
     return content
 
 

@@ -6,6 +6,8 @@ not belong here: what is in a frame, with which parameters planes are coded.
 
 import struct
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import zstandard
 
@@ -22,6 +24,9 @@ _FRAME_MAGIC_BYTES = _FRAME_MAGIC.to_bytes(4, "little")
 _EMPTY_FRAME_BYTES = 32
 _SINGLE_SEGMENT_SIZE_IN_8_BYTES = 0xE0
 _MAX_BLOCK_BYTES = 128 << 10
+_FEATURES = zstandard.backend_features
+# Fewer frames take less by themselves.
+_MANY = 8
 
 
 class _Decoders(threading.local):
@@ -108,6 +113,50 @@ def decompress(data: bytes | memoryview, expected_bytes: int) -> bytes:
             f"a zstd frame decodes to {len(content)} bytes; expected {expected_bytes}"
         )
     return bytes(content)
+
+
+def decompress_all(
+    parts: Sequence[tuple[memoryview, int]],
+) -> Sequence[Any]:
+    """What `decompress` gives for each frame and its expected size.
+
+    Small ones, of which there may be hundreds, take one call together: each call lets
+    go of the interpreter's lock, and to get it back costs more than such a frame.
+
+    Raises:
+        CorruptionError: As `decompress`, of any of them.
+    """
+    together = len(parts) >= _MANY and "multi_decompress_to_buffer" in _FEATURES
+    if not together or not all(_is_plain(data, size) for data, size in parts):
+        return [decompress(data, size) for data, size in parts]
+    sizes = struct.pack(f"={len(parts)}Q", *(size for _, size in parts))
+    try:
+        found: Any = _decoders.decoder.multi_decompress_to_buffer(
+            [data for data, _ in parts], decompressed_sizes=sizes
+        )
+    except zstandard.ZstdError as error:
+        raise CorruptionError(f"a zstd frame does not decode: {error}") from error
+    return list(found)
+
+
+def _is_plain(data: memoryview, expected_bytes: int) -> bool:
+    """Whether `data` is a frame of one block and nothing else (RFC 8878, 3.1.1).
+
+    Decoding many at once looks neither at what a frame announces nor at what follows.
+    """
+    try:
+        start = zstandard.frame_header_size(data)
+        announced = zstandard.frame_content_size(data)
+    except zstandard.ZstdError:
+        return False
+    block = int.from_bytes(data[start : start + 3], "little")
+    last, raw_or_compressed = block & 1, not block >> 1 & 1
+    fills = start + 3 + (block >> 3) == len(data)
+    return (
+        bool(last and raw_or_compressed and fills)
+        and 0 < expected_bytes == announced
+        and expected_bytes <= _MAX_BLOCK_BYTES
+    )
 
 
 def _require_empty_frame(data: bytes | memoryview) -> None:

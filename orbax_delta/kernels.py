@@ -29,36 +29,44 @@ def pay(content_bytes: int) -> bool:
     return AVAILABLE and content_bytes >= _LEAST_BYTES
 
 
+Planes = tuple[np.ndarray, ...]
+
+
 class Kernels(NamedTuple):
     """Functions for words of one width; `planes` are `uint8[width, words]`.
 
     Attributes:
         split: `(words, planes)`: put byte k of every word into plane k.
-        join: `(planes, out)`: the reverse.
+        join: `(planes, out)`: the reverse, of planes that may lie apart.
         subtract: `(new, old, planes)`: split zigzag differences, as
             `differences.subtract` makes them.
-        add: `(planes, old, out)`: the reverse; `out` may be `old`.
+        add: `(planes, old, out)`: the reverse, as `join`; `out` may be `old`.
         find: `(new, old, new_runs, old_runs, most, positions, values, blocks)`: count
             the words that differ, and mark their blocks of 4 KiB; while they are no
             more than `most`, also where they are and their zigzag differences, in
             arrays of `most + FIND_ROOM`. Runs are the same contents in words of 8
             bytes, as far as they go.
-        change: `(gaps, values, words)`: add zigzag differences to some words. Gaps are
-            uint32, how many words lie before each since the last; all must lie within.
+        change: `(planes, gap_bytes, words)`: add differences to some words, see
+            `sparse.decode`. Returns the last of them; where that is none of `words`,
+            they are as they were. Keeps the interpreter's lock.
     """
 
     split: Callable[[np.ndarray, np.ndarray], None]
-    join: Callable[[np.ndarray, np.ndarray], None]
+    join: Callable[[Planes, np.ndarray], None]
     subtract: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
-    add: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+    add: Callable[[Planes, np.ndarray, np.ndarray], None]
     find: Callable[..., int]
-    change: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+    change: Callable[[np.ndarray, int, np.ndarray], int]
 
 
-def compiler(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def compiler(
+    *, nogil: bool = True, **options: Any
+) -> Callable[[Callable[..., Any]], Any]:
     """A decorator that compiles a function when it is first called.
 
     Args:
+        nogil: Whether it lets go of the interpreter's lock. What takes microseconds
+            should not: to get the lock back costs more than it does.
         **options: For numba.
     """
     # Imported where it is used: it takes a quarter of a second and 60 MB of memory.
@@ -66,9 +74,9 @@ def compiler(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def compiled(function: Callable[..., Any]) -> Any:
         try:
-            return numba.njit(nogil=True, cache=True, **options)(function)
+            return numba.njit(nogil=nogil, cache=True, **options)(function)
         except RuntimeError:  # there is no folder to keep compiled code in
-            return numba.njit(nogil=True, **options)(function)
+            return numba.njit(nogil=nogil, **options)(function)
 
     return compiled
 
@@ -94,11 +102,11 @@ def of(word_bytes: int) -> Kernels:
             for k in range(width):
                 planes[k, i] = (words[i] >> shifts[k]) & byte
 
-    def join(planes: np.ndarray, out: np.ndarray) -> None:
+    def join(planes: Planes, out: np.ndarray) -> None:
         for i in range(out.size):
             value = zero
             for k in range(width):
-                value = word(value | word(word(planes[k, i]) << shifts[k]))
+                value = word(value | word(word(planes[k][i]) << shifts[k]))
             out[i] = value
 
     def subtract(new: np.ndarray, old: np.ndarray, planes: np.ndarray) -> None:
@@ -108,21 +116,36 @@ def of(word_bytes: int) -> Kernels:
             for k in range(width):
                 planes[k, i] = (value >> shifts[k]) & byte
 
-    def add(planes: np.ndarray, old: np.ndarray, out: np.ndarray) -> None:
+    def add(planes: Planes, old: np.ndarray, out: np.ndarray) -> None:
         for i in range(out.size):
             value = zero
             for k in range(width):
-                value = word(value | word(word(planes[k, i]) << shifts[k]))
+                value = word(value | word(word(planes[k][i]) << shifts[k]))
             change = word(word(value >> unit) ^ word(zero - word(value & unit)))
             out[i] = word(change + old[i])
 
-    def change(gaps: np.ndarray, values: np.ndarray, words: np.ndarray) -> None:
-        place = -1
-        for i in range(gaps.size):
-            place += 1 + int(gaps[i])
-            value = values[i]
+    def change(planes: np.ndarray, gap_bytes: int, words: np.ndarray) -> int:
+        count = planes.size // (gap_bytes + width)
+        last = count - 1
+        for k in range(gap_bytes):
+            total = 0
+            for i in range(k * count, (k + 1) * count):
+                total += planes[i]
+            last += total << (8 * k)
+        if last >= words.size:
+            return last
+        place, values = -1, gap_bytes * count
+        for i in range(count):
+            place += 1
+            for k in range(gap_bytes):
+                place += int(planes[k * count + i]) << (8 * k)
+            value = zero
+            for k in range(width):
+                part = word(planes[values + k * count + i])
+                value = word(value | word(part << shifts[k]))
             delta = word(word(value >> unit) ^ word(zero - word(value & unit)))
             words[place] = word(words[place] + delta)
+        return last
 
     return Kernels(
         split=compiled(split),
@@ -130,7 +153,7 @@ def of(word_bytes: int) -> Kernels:
         subtract=compiled(subtract),
         add=compiled(add),
         find=compiled(_finder(word_bytes)),
-        change=compiled(change),
+        change=compiler(nogil=False)(change),
     )
 
 

@@ -12,10 +12,13 @@ import numpy as np
 from orbax_delta import differences, entropy, kernels, scratch
 from orbax_delta.differences import Bytes
 from orbax_delta.errors import CorruptionError
-from orbax_delta.frames import decompress
+from orbax_delta.frames import decompress, decompress_all
 
 _RAW, _ZSTD, _FILL = 0, 1, 2
 _HEAD = struct.Struct("<BI")
+
+Plane = tuple[int, memoryview]
+"""A plane as it is stored: how, and its bytes."""
 
 _PROBE_PIECES = 4
 _PROBE_BYTES = 2048
@@ -151,11 +154,12 @@ def decode_exactly(
         CorruptionError: They do not, or something follows the last plane.
     """
     content, rest = decode(view, content_bytes, word_bytes, out)
-    _require_end(rest)
+    require_end(rest)
     return content
 
 
-def _require_end(rest: memoryview) -> None:
+def require_end(rest: memoryview) -> None:
+    """Raise CorruptionError if something follows the last plane."""
     if len(rest):
         raise CorruptionError(f"{len(rest)} bytes follow the last plane of a record")
 
@@ -176,7 +180,7 @@ def decode(
             spread[:, index] = plane
     elif word_bytes > 1 and kernels.pay(content_bytes):
         words = differences.as_words(content, word_bytes)
-        kernels.of(word_bytes).join(_gathered(planes, content_bytes), words)
+        kernels.of(word_bytes).join(_arrays(planes, words.size), words)
     else:
         _join(planes, differences.as_words(content, word_bytes))
     return content, rest
@@ -199,9 +203,9 @@ def decode_change(
     content = np.empty(base.size, np.uint8) if out is None else out
     if kernels.pay(base.size):
         planes, rest = _decoded(view, base.size, word_bytes)
-        _require_end(rest)
+        require_end(rest)
         old, new = (differences.as_words(part, word_bytes) for part in (base, content))
-        kernels.of(word_bytes).add(_gathered(planes, base.size), old, new)
+        kernels.of(word_bytes).add(_arrays(planes, old.size), old, new)
         return content
     change = scratch.array("change", base.size, 1)
     decode_exactly(view, base.size, word_bytes, change)
@@ -209,19 +213,28 @@ def decode_change(
     return content
 
 
-def _gathered(planes: Sequence[Bytes | int], content_bytes: int) -> np.ndarray:
-    """Planes in one array; one of a single value is filled."""
-    gathered = _scratch_planes(content_bytes, len(planes))
-    for plane, decoded in zip(gathered, planes, strict=True):
-        plane[:] = decoded
-    return gathered
+def _arrays(planes: Sequence[Bytes | int], plane_bytes: int) -> tuple[Bytes, ...]:
+    """Planes as arrays of one type, for compiled passes; one of one value is filled."""
+    filled = (
+        bytes((plane,)) * plane_bytes if isinstance(plane, int) else plane
+        for plane in planes
+    )
+    arrays = tuple(np.frombuffer(plane, np.uint8) for plane in filled)
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
 
 
-def _decoded(
-    view: memoryview, content_bytes: int, word_bytes: int
-) -> tuple[list[Bytes | int], memoryview]:
-    planes: list[Bytes | int] = []
-    for _ in range(word_bytes):
+def parse(
+    view: memoryview, count: int, plane_bytes: int
+) -> tuple[list[Plane], memoryview]:
+    """The first `count` planes of `view` as they are stored; what follows them.
+
+    Raises:
+        CorruptionError: One is cut off, or has not the length that its method asks for.
+    """
+    planes = []
+    for _ in range(count):
         if len(view) < _HEAD.size:
             raise CorruptionError("a record ends before the header of a plane")
         method, length = _HEAD.unpack_from(view)
@@ -230,21 +243,55 @@ def _decoded(
             raise CorruptionError(
                 f"a plane of {length} bytes is cut off after {len(data)}"
             )
-        planes.append(_decode_plane(method, data, content_bytes // word_bytes))
+        if method != _ZSTD and length != {_FILL: 1, _RAW: plane_bytes}.get(method):
+            raise CorruptionError(
+                f"a plane of method {method} holds {length} bytes for {plane_bytes}"
+            )
+        planes.append((method, data))
         view = view[_HEAD.size + length :]
     return planes, view
 
 
+def _decoded(
+    view: memoryview, content_bytes: int, word_bytes: int
+) -> tuple[list[Bytes | int], memoryview]:
+    plane_bytes = content_bytes // word_bytes
+    planes, rest = parse(view, word_bytes, plane_bytes)
+    return [_decode_plane(*plane, plane_bytes) for plane in planes], rest
+
+
+def flatten(several: Sequence[tuple[Sequence[Plane], int]]) -> list[bytes]:
+    """Planes after one another, of several contents.
+
+    Args:
+        several: Parsed planes of each content, and how many bytes each of them has.
+
+    Raises:
+        CorruptionError: A frame is damaged, or holds something else.
+    """
+    frames = [
+        (data, size)
+        for planes, size in several
+        for method, data in planes
+        if method == _ZSTD
+    ]
+    unpacked = iter(decompress_all(frames))
+    joined = []
+    for planes, size in several:
+        pieces: list[bytes | memoryview] = []
+        for method, data in planes:
+            filled = bytes(data) * size if method == _FILL else data
+            pieces.append(next(unpacked) if method == _ZSTD else filled)
+        joined.append(b"".join(pieces))
+    return joined
+
+
 def _decode_plane(method: int, data: memoryview, plane_bytes: int) -> Bytes | int:
-    if method == _FILL and len(data) == 1:
+    if method == _FILL:
         return data[0]
-    if method == _RAW and len(data) == plane_bytes:
+    if method == _RAW:
         return np.frombuffer(data, np.uint8)
-    if method == _ZSTD:
-        return np.frombuffer(decompress(data, plane_bytes), np.uint8)
-    raise CorruptionError(
-        f"a plane of method {method} holds {len(data)} bytes for {plane_bytes}"
-    )
+    return np.frombuffer(decompress(data, plane_bytes), np.uint8)
 
 
 def _join(planes: Sequence[Bytes | int], out: np.ndarray) -> None:

@@ -17,11 +17,12 @@ from orbax_delta.background import Pool, batches
 from orbax_delta.codecs import Bytes, Form
 from orbax_delta.errors import CorruptionError, OutOfMemoryError, StorageError
 from orbax_delta.manifests import LeafEntry
+from orbax_delta.opened import Opened
 from orbax_delta.parts import Ref, Row
 from orbax_delta.ranges import Packs, Records, Unreadable
 from orbax_delta.ranges import ReadCount as ReadCount
 
-_TASK_BYTES = 512 << 10
+_TASK_BYTES = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,19 +302,22 @@ def _batches(groups: Iterable[_Group], pace: _Pace) -> Iterator[list[_Group]]:
 def _decode_families(
     families: Iterable[Sequence[_Group]], read: Records, into: Into
 ) -> list[Fetched]:
+    families = list(families)
+    refs = (ref for family in families for group in family for ref in group.refs)
+    opened = Opened(read, (ref for ref in refs if ref.pack))
     made: list[Fetched] = []
     for first, *others in families:
         start = len(made)
-        made += _decode_group(first, read, into)
+        made += _decode_group(first, opened, into)
         request, content = made[start].request, made[start].content
         for group in others:
             if content is not None and request.row.rule is dtypes.Rule.NONE:
                 group = group.after(list_key(request), content)
-            made += _decode_group(group, read, into)
+            made += _decode_group(group, opened, into)
     return made
 
 
-def _decode_group(group: _Group, read: Records, into: Into) -> Iterator[Fetched]:
+def _decode_group(group: _Group, opened: Opened, into: Into) -> Iterator[Fetched]:
     """The chunks of one list, of which the first is decoded where it belongs."""
     source: Bytes | None = None
     for request in group.requests:
@@ -321,7 +325,7 @@ def _decode_group(group: _Group, read: Records, into: Into) -> Iterator[Fetched]
             out = into(request)
             if source is None:
                 direct = out if request.row.rule is dtypes.Rule.NONE else None
-                source = _source(group, read, direct)
+                source = _source(group, opened, direct)
             content = _checked(request, source)
         except MemoryError as error:
             raise OutOfMemoryError(
@@ -356,7 +360,7 @@ def _checked(request: Request, source: Bytes) -> Bytes:
     return content
 
 
-def _source(group: _Group, read: Records, out: Bytes | None) -> Bytes:
+def _source(group: _Group, opened: Opened, out: Bytes | None) -> Bytes:
     """What the list of a group decodes to, in `out` where that is given."""
     request = group.requests[0]
     word_bytes = dtypes.source_bytes(request.row.rule, request.leaf.element.word_bytes)
@@ -364,7 +368,7 @@ def _source(group: _Group, read: Records, out: Bytes | None) -> Bytes:
     own = out
     for number, ref in enumerate(group.refs, group.skip + 1):
         try:
-            content = _apply(ref, read, content, group.source_bytes, word_bytes, own)
+            content = _apply(ref, opened, content, group.source_bytes, word_bytes, own)
         except CorruptionError as error:
             if ref.form is Form.CONSTANT:
                 raise
@@ -383,7 +387,7 @@ def _source(group: _Group, read: Records, out: Bytes | None) -> Bytes:
 
 def _apply(
     ref: Ref,
-    read: Records,
+    opened: Opened,
     base: Bytes | None,
     content_bytes: int,
     word_bytes: int,
@@ -391,7 +395,7 @@ def _apply(
 ) -> Bytes:
     if ref.form is Form.CONSTANT:
         return codecs.decode(ref.form, ref.word, None, content_bytes, word_bytes, out)
-    record = records.parse_record(read.get(ref))
+    record, unpacked = opened.get(ref)
     found = (record.form, record.content_bytes, record.word_bytes)
     if found != (ref.form, content_bytes, word_bytes):
         raise CorruptionError(
@@ -399,5 +403,5 @@ def _apply(
             f"expects {(ref.form, content_bytes, word_bytes)}"
         )
     return codecs.decode(
-        record.form, record.payload, base, content_bytes, word_bytes, out
+        record.form, record.payload, base, content_bytes, word_bytes, out, unpacked
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from orbax_delta.codecs import FORM_NUMBERS, Bytes, Form
+from orbax_delta.codecs import FORM_NUMBERS, Bytes, Form, Payload
 from orbax_delta.errors import CorruptionError, FormatError, UnsupportedVersionError
 from orbax_delta.options import MAX_CHUNK_BYTES
 from orbax_delta.sealing import Key, RecordPlace, check_sealed, is_sealed
@@ -67,6 +67,11 @@ class Record:
     content_bytes: int
     content_digest: bytes
     payload: bytes | memoryview
+
+    @property
+    def sparse(self) -> Payload:
+        """What `codecs.unpack` wants of a record of form SPARSE."""
+        return memoryview(self.payload), self.content_bytes, self.word_bytes
 
     def encode(self) -> bytes:
         """Header, payload and checksum."""

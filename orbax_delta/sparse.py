@@ -102,33 +102,88 @@ def encode(positions: np.ndarray, values: Bytes, word_bytes: int) -> bytes:
     )
 
 
-def decode_onto(view: memoryview, content: Bytes, word_bytes: int) -> None:
-    """Change `content`, which is the base, to what the payload makes of it.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A payload whose planes are unpacked.
+
+    Attributes:
+        planes: Those of the gaps, then those of the zigzag differences.
+        gap_bytes: How many of them are of gaps.
+    """
+
+    planes: Bytes
+    gap_bytes: int
+
+    def apply(self, content: Bytes, word_bytes: int) -> None:
+        """Change `content`, which is the base, to what the payload makes of it.
+
+        Raises:
+            CorruptionError: The payload does not describe a change of it; `content`
+                then holds anything.
+        """
+        words = differences.as_words(content, word_bytes)
+        if kernels.pay(content.size):
+            change = kernels.of(word_bytes).change
+            last = change(self.planes, self.gap_bytes, words)
+        else:
+            last = self._apply_small(words)
+        if last >= words.size:
+            raise CorruptionError(
+                f"a SPARSE record changes element {last} of {words.size}"
+            )
+
+    def _apply_small(self, words: np.ndarray) -> int:
+        width = words.itemsize
+        planes = self.planes.reshape(self.gap_bytes + width, -1)
+        parts = np.split(planes, [self.gap_bytes])
+        gaps, values = (np.array(part.T, order="C").reshape(-1) for part in parts)
+        steps = differences.as_words(gaps, self.gap_bytes).astype(np.int64) + 1
+        positions = np.cumsum(steps) - 1
+        last = int(positions[-1]) if positions.size else -1
+        if last < words.size:
+            differences.add(values, words[positions].view(np.uint8), width)
+            words[positions] = differences.as_words(values, width)
+        return last
+
+
+Payload = tuple[memoryview, int, int]
+"""A payload, the size of the content and that of a word."""
+
+
+def unpack(payloads: Sequence[Payload]) -> list[Unpacked]:
+    """Unpack payloads, of which many take little longer than one.
 
     Raises:
-        CorruptionError: The payload does not describe a change of it; `content` then
-            holds anything.
+        CorruptionError: One of them does not describe a change of such content.
     """
-    words = differences.as_words(content, word_bytes)
+    parsed = [_parse(*payload) for payload in payloads]
+    flat = planes.flatten([(found, count) for _, found, count in parsed])
+    return [
+        Unpacked(np.frombuffer(joined, np.uint8), gap_bytes)
+        for (gap_bytes, _, _), joined in zip(parsed, flat, strict=True)
+    ]
+
+
+def unpacked_bytes(payload: bytes | memoryview, word_bytes: int) -> int:
+    """How much memory `unpack` needs for a payload, by what that claims."""
+    if len(payload) < _HEAD.size:
+        return 0
+    gap_bytes, count = _HEAD.unpack_from(payload)
+    return int(count * (gap_bytes + word_bytes))
+
+
+def _parse(
+    view: memoryview, content_bytes: int, word_bytes: int
+) -> tuple[int, list[planes.Plane], int]:
     if len(view) < _HEAD.size:
         raise CorruptionError(f"a SPARSE record of {len(view)} bytes has no header")
     gap_bytes, count = _HEAD.unpack_from(view)
-    if gap_bytes not in (1, 2, 4) or count > words.size:
+    words = content_bytes // word_bytes
+    if gap_bytes not in (1, 2, 4) or count > words:
         raise CorruptionError(
             f"a SPARSE record claims {count} changes with {gap_bytes}-byte gaps in a "
-            f"chunk of {words.size} elements"
+            f"chunk of {words} elements"
         )
-    gap_words, rest = planes.decode(view[_HEAD.size :], count * gap_bytes, gap_bytes)
-    values = planes.decode_exactly(rest, count * word_bytes, word_bytes)
-    gaps = differences.as_words(gap_words, gap_bytes)
-    last = int(gaps.sum(dtype=np.int64)) + count - 1
-    if last >= words.size:
-        raise CorruptionError(f"a SPARSE record changes element {last} of {words.size}")
-    if kernels.pay(content.size):
-        differing = differences.as_words(values, word_bytes)
-        kernels.of(word_bytes).change(gaps.astype(np.uint32), differing, words)
-        return
-    positions = np.cumsum(gaps, dtype=np.int64)
-    positions += np.arange(count)
-    differences.add(values, words[positions].view(np.uint8), word_bytes)
-    words[positions] = differences.as_words(values, word_bytes)
+    found, rest = planes.parse(view[_HEAD.size :], gap_bytes + word_bytes, count)
+    planes.require_end(rest)
+    return gap_bytes, found, count

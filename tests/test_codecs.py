@@ -267,7 +267,7 @@ def test_a_damaged_payload_gives_content_or_a_typed_error(pair, form, data):
         (Form.PLANES, struct.pack("<BI", 0, 1) + b"x", "method 0 holds 1 bytes for 2"),
         (Form.PLANES, struct.pack("<BI", 7, 2) + b"xx", "method 7 holds 2 bytes for 2"),
         (Form.PLANES, (b"\x02\x01\0\0\0x") * 5, "6 bytes follow the last plane"),
-        (Form.PLANES, b"\x01\x03\0\0\0xyz", "a zstd frame does not decode"),
+        (Form.PLANES, b"\x01\x03\0\0\0xyz" * 4, "a zstd frame does not decode"),
         (Form.BLOCKS, b"", "shorter than its bitmap of 1"),
         (Form.BLOCKS, b"\x03", "marks blocks past the chunk's end"),
         (Form.SPARSE, b"\x01\0", "of 2 bytes has no header"),
@@ -295,3 +295,38 @@ def test_a_delta_needs_a_base_of_its_size(form, base):
     """Without one, or with one of another size, nothing is guessed."""
     with pytest.raises(CorruptionError, match="needs 8 bytes of base content"):
         codecs.decode(form, b"", base, 8, 4)
+
+
+@hypothesis.given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(WORDS),
+            st.sampled_from([1, 7, 300, 9001, 70_000]),
+            st.sampled_from([0.0, 0.001, 0.01, 0.12, 1.0]),
+        ),
+        max_size=9,
+    ),
+    st.integers(0, 99),
+)
+def test_many_sparse_changes_are_unpacked_as_one_by_one(changes, seed):
+    """Of any widths and sizes, and applied to what they apply to."""
+    payloads, pairs = [], []
+    for number, (word_bytes, count, share) in enumerate(changes):
+        rng = np.random.default_rng([seed, number])
+        base = _noise(count, word_bytes, seed)
+        positions = np.flatnonzero(rng.random(count) < share)
+        content = _edited(base, word_bytes, positions, seed)
+        payload = _payload(Form.SPARSE, content, base, word_bytes)
+        payloads.append((memoryview(payload), content.size, word_bytes))
+        pairs.append((base, content))
+    for unpacked, payload, (base, content) in zip(
+        codecs.unpack(payloads), payloads, pairs, strict=True
+    ):
+        decoded = codecs.decode(
+            Form.SPARSE, payload[0], base, *payload[1:], unpacked=unpacked
+        )
+        alone = codecs.decode(Form.SPARSE, payload[0], base, *payload[1:])
+        assert (decoded == content).all()
+        assert (alone == content).all()
+        claimed = codecs.unpacked_bytes(*payload[::2])
+        assert claimed == unpacked.planes.size

@@ -3,6 +3,8 @@
 import struct
 import tracemalloc
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import zstandard
@@ -106,3 +108,56 @@ def test_text_that_no_writer_puts_into_a_frame_is_refused():
     frame = zstandard.compress(text)
     with pytest.raises(CorruptionError, match=r"is said to hold 2097152; expected at"):
         frames.decompress_text(frame, len(text))
+
+
+_KINDS = "plain summed constant silent followed twice cut spoilt forged none nothing"
+
+
+def _odd_frame(kind, size):
+    """A frame that is not one block of what it announces, or announces it otherwise."""
+    text = np.random.default_rng(size).integers(0, 9, size, np.uint8).tobytes()
+    frame = zstandard.ZstdCompressor(level=1).compress(text)
+    return {
+        "plain": frame,
+        "summed": zstandard.ZstdCompressor(write_checksum=True).compress(text),
+        "constant": zstandard.compress(bytes(size)),
+        "silent": zstandard.ZstdCompressor(write_content_size=False).compress(text),
+        "followed": frame + b"!",
+        "twice": frame + frame,
+        "cut": frame[:-1],
+        "spoilt": frame[:-3] + b"abc",
+        "forged": _forged_frame(size),
+        "none": text,
+        "nothing": b"",
+    }[kind]
+
+
+@hypothesis.given(
+    st.sampled_from(_KINDS.split()),
+    st.sampled_from([0, 1, 90, 3000, 1 << 17, (1 << 17) + 1]),
+    st.integers(0, 11),
+    st.sampled_from([0, 0, 0, 1, -1]),
+    st.booleans(),
+)
+def test_many_frames_are_what_each_of_them_is(kind, size, place, off, available):
+    """One among many that is wrong, or unusual, is treated as if it were alone."""
+    parts = [(memoryview(_odd_frame("plain", 50 + i)), 50 + i) for i in range(11)]
+    parts.insert(place, (memoryview(_odd_frame(kind, size)), max(size + off, 0)))
+    outcomes = []
+    features = frames._FEATURES if available else set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frames, "_FEATURES", features)
+        for attempt in (
+            lambda: list(map(bytes, frames.decompress_all(parts))),
+            lambda: [frames.decompress(*part) for part in parts],
+        ):
+            try:
+                outcomes.append(attempt())
+            except CorruptionError:
+                outcomes.append("refused")
+    assert outcomes[0] == outcomes[1]
+
+
+def test_many_frames_can_be_decoded_at_once():
+    """Or the test before this one compares a way with itself."""
+    assert "multi_decompress_to_buffer" in frames._FEATURES

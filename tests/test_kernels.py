@@ -51,13 +51,13 @@ def test_the_same_as_numpy(word_bytes, one, other, count, calm):
     compiled.subtract(new_words, old_words, made)
     assert (made.T.reshape(-1) == change).all()
     back = np.empty_like(new_words)
-    compiled.add(made, old_words, back)
+    compiled.add(tuple(made), old_words, back)
     assert (back == new_words).all()
-    compiled.add(made, old_words, old_words)  # upon what it applies to
+    compiled.add(tuple(made), old_words, old_words)  # upon what it applies to
     assert (old_words == new_words).all()
     compiled.split(new_words, made)
     assert (made == new.reshape(-1, word_bytes).T).all()
-    compiled.join(made, back)
+    compiled.join(tuple(made), back)
     assert (back == new_words).all()
 
 
