@@ -85,8 +85,15 @@ def _sparse_of(change: Change, difference: Bytes) -> int | None:
     positions = np.flatnonzero(words)
     if positions.size > codecs.SPARSE_MAX_DENSITY * words.size:
         return None
-    values = words[positions].view(np.uint8)
-    return len(sparse.encode(positions, values, change.word_bytes))
+    changes = sparse.Changes(
+        content_bytes=difference.size,
+        word_bytes=change.word_bytes,
+        count=positions.size,
+        blocks=np.zeros(0, np.bool_),
+        positions=positions.astype(np.uint32),
+        values=words[positions].view(np.uint8),
+    )
+    return len(sparse.encode([changes])[0])
 
 
 def _sparse(change: Change) -> int | None:

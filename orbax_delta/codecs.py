@@ -7,10 +7,11 @@ Does not belong here: record headers, which form a save prefers, anything stored
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_delta import differences, gridforms, grids, planes, sparse
+from orbax_delta import differences, gridforms, grids, kernels, planes, sparse
 from orbax_delta.differences import BLOCK_BYTES as BLOCK_BYTES
 from orbax_delta.differences import Bytes as Bytes
 from orbax_delta.errors import CorruptionError
@@ -114,12 +115,22 @@ def find_changes(
     return sparse.find(content, base, word_bytes, most=most)
 
 
+def encode_sparse(several: Sequence[Changes]) -> list[bytes]:
+    """Payloads of form SPARSE, of which many take little longer than one.
+
+    Args:
+        several: Changes of known positions.
+    """
+    return sparse.encode(several)
+
+
 def encode_delta(
     content: Bytes,
     base: Bytes,
     word_bytes: int,
     found: Changes | None = None,
     codes: Codes | None = None,
+    listed: bytes | None = None,
 ) -> Delta:
     """The smallest delta payload that turns `base` into `content`.
 
@@ -133,6 +144,7 @@ def encode_delta(
         word_bytes: Size of an element, 1, 2, 4 or 8.
         found: What `find_changes` finds, if it has been called.
         codes: Of the new content, if it lies on a grid that is not RELATIVE.
+        listed: What `encode_sparse` gives for them, if it has been called.
     """
     on_grid = codes is not None
     found = found or find_changes(content, base, word_bytes, on_grid=on_grid)
@@ -140,8 +152,8 @@ def encode_delta(
     words = content.size // word_bytes
     block_words = max(changed_blocks * BLOCK_BYTES // word_bytes, 1)
     candidates: list[tuple[int, Form, bytes]] = []
-    if found.positions is not None and found.values is not None:
-        payload = sparse.encode(found.positions, found.values, word_bytes)
+    if found.positions is not None:
+        payload = listed or encode_sparse([found])[0]
         candidates.append((len(payload), Form.SPARSE, payload))
     rarely = codes is None and changed_blocks <= BLOCKS_MAX_SHARE * found.blocks.size
     if rarely and found.count > SPARSE_MAX_DENSITY * block_words:
@@ -172,7 +184,10 @@ def carry_over(content: Bytes, base: Bytes, delta: Delta, word_bytes: int) -> No
         np.copyto(base, content)
         return
     new, old = (differences.as_words(part, word_bytes) for part in (content, base))
-    old[delta.positions] = new[delta.positions]
+    if kernels.pay(content.size):
+        kernels.of(word_bytes).carry(delta.positions, new, old)
+    else:
+        old[delta.positions] = new[delta.positions]
 
 
 def decode(

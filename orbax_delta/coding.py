@@ -102,9 +102,10 @@ class _Compared:
     changes: sparse.Changes | None
 
     @property
-    def few(self) -> bool:
-        """Whether few words differ, so that coding them is many small steps."""
-        return self.changes is not None and self.changes.positions is not None
+    def few(self) -> sparse.Changes | None:
+        """The changes, if few words differ, so that coding is many small steps."""
+        known = self.changes is not None and self.changes.positions is not None
+        return self.changes if known else None
 
 
 def code(tasks: Sequence[Task], *, options: DeltaOptions) -> list[Coded]:
@@ -115,16 +116,19 @@ def code(tasks: Sequence[Task], *, options: DeltaOptions) -> list[Coded]:
     would wake each other at every step, and get through less (DESIGN.md, decision 73).
     """
     coded: dict[int, Coded] = {}
-    waiting: dict[int, _Compared] = {}
+    waiting: dict[int, tuple[_Compared, sparse.Changes]] = {}
     for index, task in enumerate(tasks):
         compared = _compare(task)
-        if compared.few:
-            waiting[index] = compared
+        if compared.few is not None:
+            waiting[index] = compared, compared.few
         else:
             coded[index] = _code(compared, options)
     with _small_steps:
-        for index, compared in waiting.items():
-            coded[index] = _code(compared, options)
+        listed = codecs.encode_sparse([few for _, few in waiting.values()])
+        for (index, (compared, _)), payload in zip(
+            waiting.items(), listed, strict=True
+        ):
+            coded[index] = _code(compared, options, payload)
     return [coded[index] for index in range(len(tasks))]
 
 
@@ -151,14 +155,18 @@ def _compare(task: Task) -> _Compared:
     )
 
 
-def _code(compared: _Compared, options: DeltaOptions) -> Coded:
+def _code(
+    compared: _Compared, options: DeltaOptions, listed: bytes | None = None
+) -> Coded:
     task, content, codes = compared.task, compared.content, compared.codes
     base, finding = compared.base, task.finding
     chunk = finding.chunk
     delta = None
     if base is not None and compared.changes is not None:
         word_bytes = chunk.leaf.element.word_bytes
-        delta = codecs.encode_delta(content, base, word_bytes, compared.changes, codes)
+        delta = codecs.encode_delta(
+            content, base, word_bytes, compared.changes, codes, listed
+        )
         if task.replaces or chunk.spread % _SELF_CHECK_EVERY == 0:
             _self_check(finding, delta, base, content)
     return _record(compared, delta, options)

@@ -7,7 +7,7 @@ Does not belong here: planes that are no frame, decoding.
 import importlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zstandard
@@ -40,14 +40,18 @@ _LITERALS_MODE, _LITERALS_CODED = 1002, 1
 Coder = Callable[[memoryview], bytes]
 
 
+_FEATURES = zstandard.backend_features
+# Fewer planes take less by themselves.
+_MANY = 8
+
+
 class _Coders(threading.local):
     """zstd contexts are not safe to share between threads."""
 
     def __init__(self) -> None:
         parameters = zstandard.ZstdCompressionParameters(**_PARAMETERS)
-        self.matches: Coder = zstandard.ZstdCompressor(
-            compression_params=parameters
-        ).compress
+        self.coder = zstandard.ZstdCompressor(compression_params=parameters)
+        self.matches: Coder = self.coder.compress
         self.literals: Coder = _literal_coder() or self.matches
 
 
@@ -77,6 +81,17 @@ _coders = _Coders()
 def by_matches(plane: memoryview) -> bytes:
     """A zstd frame of `plane`, for planes with long runs or repeats."""
     return _coders.matches(plane)
+
+
+def all_by_matches(planes: Sequence[memoryview]) -> Sequence[Any]:
+    """The same frames, of many small planes by one call.
+
+    Each call lets go of the interpreter's lock, and to get it back costs more.
+    """
+    if len(planes) < _MANY or "multi_compress_to_buffer" not in _FEATURES:
+        return [by_matches(plane) for plane in planes]
+    found: Any = _coders.coder.multi_compress_to_buffer(list(planes))
+    return list(found)
 
 
 def by_literals(plane: memoryview) -> bytes:

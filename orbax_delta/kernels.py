@@ -48,7 +48,11 @@ class Kernels(NamedTuple):
             bytes, as far as they go.
         change: `(planes, gap_bytes, words)`: add differences to some words, see
             `sparse.decode`. Returns the last of them; where that is none of `words`,
-            they are as they were. Keeps the interpreter's lock.
+            they are as they were. Keeps the interpreter's lock, as those below.
+        pack: `(positions, values, planes, same)`: planes of the gaps between positions,
+            then those of the values, after one another in `planes`; whether each is of
+            one value into `same`. Returns how many there are of gaps.
+        carry: `(positions, new, old)`: copy some words from `new` to `old`.
     """
 
     split: Callable[[np.ndarray, np.ndarray], None]
@@ -57,6 +61,8 @@ class Kernels(NamedTuple):
     add: Callable[[Planes, np.ndarray, np.ndarray], None]
     find: Callable[..., int]
     change: Callable[[np.ndarray, int, np.ndarray], int]
+    pack: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], int]
+    carry: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
 def compiler(
@@ -147,13 +153,46 @@ def of(word_bytes: int) -> Kernels:
             words[place] = word(words[place] + delta)
         return last
 
+    def pack(
+        positions: np.ndarray, values: np.ndarray, planes: np.ndarray, same: np.ndarray
+    ) -> int:
+        count = positions.size
+        widest, place = 0, -1
+        for i in range(count):
+            widest = max(widest, int(positions[i]) - place - 1)
+            place = int(positions[i])
+        gap_bytes = 1 if widest < 1 << 8 else 2 if widest < 1 << 16 else 4
+        place = -1
+        for i in range(count):
+            gap = int(positions[i]) - place - 1
+            place = int(positions[i])
+            for k in range(gap_bytes):
+                planes[k * count + i] = (gap >> (8 * k)) & 255
+        start = gap_bytes * count
+        for k in range(width):
+            for i in range(count):
+                planes[start + k * count + i] = (values[i] >> shifts[k]) & byte
+        for k in range(gap_bytes + width):
+            differ = np.uint8(0)
+            for i in range(k * count, (k + 1) * count):
+                differ |= planes[i] ^ planes[k * count]
+            same[k] = differ == np.uint8(0)
+        return gap_bytes
+
+    def carry(positions: np.ndarray, new: np.ndarray, old: np.ndarray) -> None:
+        for i in range(positions.size):
+            old[positions[i]] = new[positions[i]]
+
+    short = compiler(nogil=False)
     return Kernels(
         split=compiled(split),
         join=compiled(join),
         subtract=compiled(subtract),
         add=compiled(add),
         find=compiled(_finder(word_bytes)),
-        change=compiler(nogil=False)(change),
+        change=short(change),
+        pack=short(pack),
+        carry=short(carry),
     )
 
 

@@ -23,6 +23,8 @@ Plane = tuple[int, memoryview]
 _PROBE_PIECES = 4
 _PROBE_BYTES = 2048
 _PROBE_KEEP = 0.98
+# Smaller planes are coded without asking whether it pays.
+_SMALL_PLANE_BYTES = 2 * _PROBE_PIECES * _PROBE_BYTES
 # A byte of literals takes a bit at least.
 _SURELY_MATCHES = 0.125
 
@@ -67,6 +69,39 @@ def _encoded(planes: np.ndarray) -> bytes:
         method, data = _encode_plane(plane)
         parts += (_HEAD.pack(method, len(data)), data)
     return b"".join(parts)
+
+
+def encode_all(several: Sequence[tuple[np.ndarray, Sequence[bool]]]) -> list[bytes]:
+    """Coded planes of several contents, the small ones by one call.
+
+    Args:
+        several: `uint8[planes, words]` of each, and which planes are of one value.
+    """
+    small = [
+        plane.data
+        for planes, same in several
+        for plane, alone in zip(planes, same, strict=True)
+        if not alone and plane.size <= _SMALL_PLANE_BYTES
+    ]
+    frames = iter(entropy.all_by_matches(small))
+    coded = []
+    for planes, same in several:
+        parts: list[bytes | memoryview] = []
+        data: bytes | memoryview
+        for plane, alone in zip(planes, same, strict=True):
+            if alone:  # of nothing in particular, if there are no words
+                method, data = (_FILL, plane[:1].data) if plane.size else (_RAW, b"")
+            elif plane.size > _SMALL_PLANE_BYTES:
+                method, data = _encode_plane(plane)
+            else:
+                method, data = _shorter(plane, next(frames))
+            parts += (_HEAD.pack(method, len(data)), data)
+        coded.append(b"".join(parts))
+    return coded
+
+
+def _shorter(plane: Bytes, frame: bytes | memoryview) -> tuple[int, bytes | memoryview]:
+    return (_ZSTD, frame) if len(frame) < plane.size else (_RAW, plane.data)
 
 
 def estimate_bytes(content: Bytes, word_bytes: int) -> int:
@@ -120,11 +155,7 @@ def _encode_plane(plane: Bytes) -> tuple[int, bytes | memoryview]:
     if first == plane[-1] and not (plane != first).any():
         return _FILL, first.tobytes()
     code = _suitable(plane)
-    if code is not None:
-        data = code(plane.data)
-        if len(data) < plane.size:
-            return _ZSTD, data
-    return _RAW, plane.data
+    return _shorter(plane, code(plane.data)) if code else (_RAW, plane.data)
 
 
 def _suitable(plane: Bytes) -> entropy.Coder | None:
@@ -132,7 +163,7 @@ def _suitable(plane: Bytes) -> entropy.Coder | None:
 
     Mantissa noise is told from structure at 1 % of the cost.
     """
-    if plane.size <= 2 * _PROBE_PIECES * _PROBE_BYTES:
+    if plane.size <= _SMALL_PLANE_BYTES:
         return entropy.by_matches
     starts = _spread(plane.size, _PROBE_BYTES)
     probe = memoryview(b"".join(plane[s : s + _PROBE_BYTES].data for s in starts))

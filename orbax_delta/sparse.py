@@ -14,6 +14,7 @@ from orbax_delta.differences import BLOCK_BYTES, Bytes
 from orbax_delta.errors import CorruptionError
 
 _HEAD = struct.Struct("<BI")
+_MAX_GAP_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +22,16 @@ class Changes:
     """Where two contents differ.
 
     Attributes:
+        content_bytes: Size of either content.
+        word_bytes: Size of a word, 1, 2, 4 or 8.
         count: Words that differ.
         blocks: bool[blocks], the 4 KiB blocks in which they lie.
         positions: uint32[count], which words they are; None: they are too many.
         values: uint8[count * word_bytes], their zigzag differences.
     """
 
+    content_bytes: int
+    word_bytes: int
     count: int
     blocks: np.ndarray
     positions: np.ndarray | None
@@ -51,13 +56,20 @@ def find(content: Bytes, base: Bytes, word_bytes: int, *, most: int) -> Changes:
     np.not_equal(new, old, out=changed)
     count = int(np.count_nonzero(changed))
     blocks = differences.changed_blocks(changed, word_bytes)
-    if count > most:
-        return Changes(count=count, blocks=blocks, positions=None, values=None)
-    places = np.flatnonzero(changed)
-    values = new[places].view(np.uint8)
-    differences.subtract(values, old[places].view(np.uint8), word_bytes, values)
-    positions = places.astype(np.uint32)
-    return Changes(count=count, blocks=blocks, positions=positions, values=values)
+    places = values = None
+    if count <= most:
+        found = np.flatnonzero(changed)
+        values = new[found].view(np.uint8)
+        differences.subtract(values, old[found].view(np.uint8), word_bytes, values)
+        places = found.astype(np.uint32)
+    return Changes(
+        content_bytes=content.size,
+        word_bytes=word_bytes,
+        count=count,
+        blocks=blocks,
+        positions=places,
+        values=values,
+    )
 
 
 def _find_compiled(
@@ -70,36 +82,56 @@ def _find_compiled(
     blocks = np.zeros(-(-new.nbytes // BLOCK_BYTES), np.bool_)
     find_words = kernels.of(word_bytes).find
     count = find_words(new, old, *runs, most, positions, values, blocks)
-    if count > most:
-        return Changes(count=count, blocks=blocks, positions=None, values=None)
+    few = count <= most
     return Changes(
+        content_bytes=new.nbytes,
+        word_bytes=word_bytes,
         count=count,
         blocks=blocks,
-        positions=positions[:count].copy(),
-        values=values[:count].copy().view(np.uint8),
+        positions=positions[:count].copy() if few else None,
+        values=values[:count].copy().view(np.uint8) if few else None,
     )
 
 
-def encode(positions: np.ndarray, values: Bytes, word_bytes: int) -> bytes:
-    """Payload of form SPARSE.
+def encode(several: Sequence[Changes]) -> list[bytes]:
+    """Payloads of form SPARSE, of which many take little longer than one.
 
     Args:
-        positions: Which words changed, in order.
-        values: Their zigzag differences.
-        word_bytes: Size of a word, 1, 2, 4 or 8.
+        several: Changes of known positions.
     """
-    gaps = positions.astype(np.uint32)
-    gaps[1:] -= gaps[:-1] + np.uint32(1)
-    widest = int(gaps.max(initial=0))
-    gap_bytes = 1 if widest < 1 << 8 else 2 if widest < 1 << 16 else 4
-    gap_words = gaps.astype(np.dtype(f"<u{gap_bytes}")).view(np.uint8)
-    return b"".join(
-        (
-            _HEAD.pack(gap_bytes, positions.size),
-            planes.encode(gap_words, gap_bytes),
-            planes.encode(values, word_bytes),
+    packed = [_pack(changes) for changes in several]
+    coded = planes.encode_all([found[1:] for found in packed])
+    return [
+        _HEAD.pack(gap_bytes, changes.count) + payload
+        for changes, (gap_bytes, _, _), payload in zip(
+            several, packed, coded, strict=True
         )
+    ]
+
+
+def _pack(changes: Changes) -> tuple[int, np.ndarray, Sequence[bool]]:
+    """How many planes are of gaps, all planes, and which of them are of one value."""
+    positions, values, width = changes.positions, changes.values, changes.word_bytes
+    if positions is None or values is None:
+        raise AssertionError("only a few changes are coded one by one")
+    words = differences.as_words(values, width)
+    if kernels.pay(changes.content_bytes):
+        flat = np.empty((_MAX_GAP_BYTES + width) * words.size, np.uint8)
+        same = np.zeros(_MAX_GAP_BYTES + width, np.bool_)
+        gap_bytes = kernels.of(width).pack(positions, words, flat, same)
+        count = gap_bytes + width
+        found = flat[: count * words.size].reshape(count, -1)
+        return gap_bytes, found, same[:count].tolist()
+    gaps = positions.astype(np.uint32)
+    gaps[1:] -= positions[:-1] + np.uint32(1)
+    widest = int(gaps.max(initial=0))
+    gap_bytes = 1 if widest < 1 << 8 else 2 if widest < 1 << 16 else _MAX_GAP_BYTES
+    gap_words = gaps.astype(np.dtype(f"<u{gap_bytes}"))
+    parts = ((gap_words, gap_bytes), (words, width))
+    found = np.ascontiguousarray(
+        np.hstack([p.view(np.uint8).reshape(p.size, wide) for p, wide in parts]).T
     )
+    return gap_bytes, found, (found == found[:, :1]).all(axis=1).tolist()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

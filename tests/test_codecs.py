@@ -64,10 +64,8 @@ def _payload(form, content, base, word_bytes):
         blocks = differences.changed_blocks(changed, word_bytes)
         picked = codecs._marked_blocks(difference, blocks)
         return codecs._encode_blocks(blocks, picked, word_bytes)
-    words = difference.view(f"<u{word_bytes}")
-    positions = np.flatnonzero(words)
-    values = words[positions].view(np.uint8)
-    return sparse.encode(positions, values, word_bytes)
+    changes = sparse.find(content, base, word_bytes, most=content.size)
+    return sparse.encode([changes])[0]
 
 
 @st.composite
