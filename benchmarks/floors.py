@@ -47,7 +47,8 @@ def manager_seconds(
 
 def search(new: np.ndarray, old: np.ndarray) -> None:
     """Finds what differs, as a save does."""
-    sparse.find(new.view(np.uint8), old.view(np.uint8), 4, most=WORDS // 8)
+    pair = sparse.Pair(new.view(np.uint8), old.view(np.uint8), 4, most=WORDS // 8)
+    sparse.find([pair])
 
 
 def digest(new: np.ndarray, _: np.ndarray) -> None:

@@ -8,6 +8,7 @@ Does not belong here: record headers, which form a save prefers, anything stored
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -106,13 +107,30 @@ def estimate_full_bytes(content: Bytes, word_bytes: int) -> int:
     return planes.estimate_bytes(content, word_bytes)
 
 
-def find_changes(
-    content: Bytes, base: Bytes, word_bytes: int, *, on_grid: bool = False
-) -> Changes:
-    """Where two contents differ; positions only where SPARSE may be the form."""
-    density = SPARSE_MAX_DENSITY_ON_GRIDS if on_grid else SPARSE_MAX_DENSITY
-    most = int(density * (content.size // word_bytes))
-    return sparse.find(content, base, word_bytes, most=most)
+class Pair(NamedTuple):
+    """Two contents of one size.
+
+    Attributes:
+        content: The new one.
+        base: The old one.
+        word_bytes: Size of an element, 1, 2, 4 or 8.
+        on_grid: Whether the new one has codes.
+    """
+
+    content: Bytes
+    base: Bytes
+    word_bytes: int
+    on_grid: bool = False
+
+
+def find_changes(pairs: Sequence[Pair]) -> list[Changes]:
+    """Where contents differ; positions only where SPARSE may be the form."""
+    wanted = []
+    for content, base, word_bytes, on_grid in pairs:
+        density = SPARSE_MAX_DENSITY_ON_GRIDS if on_grid else SPARSE_MAX_DENSITY
+        most = int(density * (content.size // word_bytes))
+        wanted.append(sparse.Pair(content, base, word_bytes, most))
+    return sparse.find(wanted)
 
 
 def encode_sparse(several: Sequence[Changes]) -> list[bytes]:
@@ -146,8 +164,9 @@ def encode_delta(
         codes: Of the new content, if it lies on a grid that is not RELATIVE.
         listed: What `encode_sparse` gives for them, if it has been called.
     """
-    on_grid = codes is not None
-    found = found or find_changes(content, base, word_bytes, on_grid=on_grid)
+    if found is None:
+        pair = Pair(content, base, word_bytes, codes is not None)
+        (found,) = find_changes([pair])
     changed_blocks = int(np.count_nonzero(found.blocks))
     words = content.size // word_bytes
     block_words = max(changed_blocks * BLOCK_BYTES // word_bytes, 1)

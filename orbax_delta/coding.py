@@ -117,8 +117,7 @@ def code(tasks: Sequence[Task], *, options: DeltaOptions) -> list[Coded]:
     """
     coded: dict[int, Coded] = {}
     waiting: dict[int, tuple[_Compared, sparse.Changes]] = {}
-    for index, task in enumerate(tasks):
-        compared = _compare(task)
+    for index, compared in enumerate(_compare(tasks)):
         if compared.few is not None:
             waiting[index] = compared, compared.few
         else:
@@ -132,17 +131,32 @@ def code(tasks: Sequence[Task], *, options: DeltaOptions) -> list[Coded]:
     return [coded[index] for index in range(len(tasks))]
 
 
-def _compare(task: Task) -> _Compared:
+def _compare(tasks: Sequence[Task]) -> list[_Compared]:
+    prepared = [_prepare(task) for task in tasks]
+    pairs = [
+        codecs.Pair(
+            one.content,
+            one.base,
+            one.task.finding.chunk.leaf.element.word_bytes,
+            one.codes is not None,
+        )
+        for one in prepared
+        if one.base is not None
+    ]
+    found = iter(codecs.find_changes(pairs))
+    return [
+        one if one.base is None else dataclasses.replace(one, changes=next(found))
+        for one in prepared
+    ]
+
+
+def _prepare(task: Task) -> _Compared:
+    """A chunk and what it is to be compared with."""
     finding = task.finding
     chunk = finding.chunk
     (content, codes), base = chunk.coded(), task.base()
     if finding.wants_source and not finding.relative:
         codes = None  # there is no list that it could build on
-    changes = None
-    if base is not None:
-        word_bytes = chunk.leaf.element.word_bytes
-        on_grid = codes is not None
-        changes = codecs.find_changes(content, base, word_bytes, on_grid=on_grid)
     if chunk.rounding and records.digest(content) != finding.digest:
         # It is made again from the same values, which must not have moved.
         raise CorruptionError(
@@ -150,9 +164,7 @@ def _compare(task: Task) -> _Compared:
             "contents; nothing was committed. Check this machine's memory, and report "
             "it if it happens again"
         )
-    return _Compared(
-        task=task, content=content, codes=codes, base=base, changes=changes
-    )
+    return _Compared(task=task, content=content, codes=codes, base=base, changes=None)
 
 
 def _code(

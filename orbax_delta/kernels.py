@@ -23,6 +23,9 @@ _RUNS = 32
 FIND_ROOM = _RUNS * _RUN_BYTES
 """Words that arrays need room for beyond those that are wanted of what is found."""
 
+TOGETHER = 8
+"""Contents that one call of `find` takes, of which some may be empty."""
+
 
 def pay(content_bytes: int) -> bool:
     """Whether content of this size is worth a call, and the import behind it."""
@@ -41,11 +44,10 @@ class Kernels(NamedTuple):
         subtract: `(new, old, planes)`: split zigzag differences, as
             `differences.subtract` makes them.
         add: `(planes, old, out)`: the reverse, as `join`; `out` may be `old`.
-        find: `(new, old, new_runs, old_runs, most, positions, values, blocks)`: count
-            the words that differ, and mark their blocks of 4 KiB; while they are no
-            more than `most`, also where they are and their zigzag differences, in
-            arrays of `most + FIND_ROOM`. Runs are the same contents in words of 8
-            bytes, as far as they go.
+        find: `(new, old, most, positions, values, blocks, counts)`, of several contents
+            in bytes: count the words that differ, and mark their blocks of 4 KiB; while
+            they are no more than `most`, also where they are and their zigzag
+            differences, in rows of `most + FIND_ROOM`.
         change: `(planes, gap_bytes, words)`: add differences to some words, see
             `sparse.decode`. Returns the last of them; where that is none of `words`,
             they are as they were. Keeps the interpreter's lock, as those below.
@@ -189,7 +191,7 @@ def of(word_bytes: int) -> Kernels:
         join=compiled(join),
         subtract=compiled(subtract),
         add=compiled(add),
-        find=compiled(_finder(word_bytes)),
+        find=compiled(_finder_of_several(word_bytes)),
         change=short(change),
         pack=short(pack),
         carry=short(carry),
@@ -215,8 +217,42 @@ def to_bf16() -> Callable[[np.ndarray, np.ndarray], int]:
     return found
 
 
-def _finder(word_bytes: int) -> Callable[..., int]:
+def _finder_of_several(word_bytes: int) -> Callable[..., None]:
     """The function `find` of `Kernels`, not yet compiled."""
+    find_one = compiler()(_finder(word_bytes))
+    word, run = _WORDS[word_bytes], _WORDS[_RUN_BYTES]
+
+    def find(
+        new: tuple[np.ndarray, ...],
+        old: tuple[np.ndarray, ...],
+        most: np.ndarray,
+        positions: np.ndarray,
+        values: np.ndarray,
+        blocks: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        for k in range(counts.size):
+            one, other = new[k], old[k]
+            whole = one.size // _RUN_BYTES * _RUN_BYTES
+            counts[k] = find_one(
+                one.view(word),
+                other.view(word),
+                one[:whole].view(run),
+                other[:whole].view(run),
+                most[k],
+                positions[k],
+                values[k],
+                blocks[k],
+            )
+
+    return find
+
+
+def _finder(word_bytes: int) -> Callable[..., int]:
+    """`find` for one content, given in words and in runs of 8 bytes as far as they go.
+
+    Returns how many words differ.
+    """
     word = _WORDS[word_bytes]
     zero, unit, top = word(0), word(1), word(8 * word_bytes - 1)
     run_words = _RUN_BYTES // word_bytes

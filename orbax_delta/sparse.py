@@ -5,7 +5,8 @@ FORMAT.md section 4.7 is the contract. Does not belong here: when this form is t
 
 import dataclasses
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from orbax_delta.errors import CorruptionError
 
 _HEAD = struct.Struct("<BI")
 _MAX_GAP_BYTES = 4
+_EMPTY = np.frombuffer(b"", np.uint8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,59 +40,92 @@ class Changes:
     values: Bytes | None
 
 
-def find(content: Bytes, base: Bytes, word_bytes: int, *, most: int) -> Changes:
-    """Compare two contents of one size.
+class Pair(NamedTuple):
+    """Two contents of one size.
 
-    Args:
+    Attributes:
         content: The new one.
         base: The old one.
         word_bytes: Size of a word, 1, 2, 4 or 8.
         most: Positions are wanted of so many words at most.
     """
+
+    content: Bytes
+    base: Bytes
+    word_bytes: int
+    most: int
+
+
+def find(pairs: Sequence[Pair]) -> list[Changes]:
+    """Compare contents, many by one call, which needs the interpreter's lock once."""
+    found: dict[int, Changes] = {}
+    large: dict[int, list[int]] = {}
+    for index, pair in enumerate(pairs):
+        if kernels.pay(pair.content.size):
+            large.setdefault(pair.word_bytes, []).append(index)
+        else:
+            found[index] = _find(pair)
+    for members in large.values():
+        for start in range(0, len(members), kernels.TOGETHER):
+            some = members[start : start + kernels.TOGETHER]
+            found.update(zip(some, _find_compiled([pairs[index] for index in some])))
+    return [found[index] for index in range(len(pairs))]
+
+
+def _find(pair: Pair) -> Changes:
+    content, base, word_bytes, most = pair
     new, old = (differences.as_words(part, word_bytes) for part in (content, base))
-    if kernels.pay(content.size):
-        whole = content.size // 8 * 8
-        runs = [differences.as_words(part[:whole], 8) for part in (content, base)]
-        return _find_compiled(new, old, runs, most)
     changed = scratch.array("changed", new.size, 1).view(np.bool_)
     np.not_equal(new, old, out=changed)
     count = int(np.count_nonzero(changed))
-    blocks = differences.changed_blocks(changed, word_bytes)
-    places = values = None
+    positions = values = None
     if count <= most:
         found = np.flatnonzero(changed)
         values = new[found].view(np.uint8)
         differences.subtract(values, old[found].view(np.uint8), word_bytes, values)
-        places = found.astype(np.uint32)
+        positions = found.astype(np.uint32)
     return Changes(
         content_bytes=content.size,
         word_bytes=word_bytes,
         count=count,
-        blocks=blocks,
-        positions=places,
+        blocks=differences.changed_blocks(changed, word_bytes),
+        positions=positions,
         values=values,
     )
 
 
-def _find_compiled(
-    new: np.ndarray, old: np.ndarray, runs: Sequence[np.ndarray], most: int
-) -> Changes:
-    word_bytes = new.itemsize
-    room = most + kernels.FIND_ROOM
-    positions = scratch.array("positions", room, 4)
-    values = scratch.array("values", room, word_bytes)
-    blocks = np.zeros(-(-new.nbytes // BLOCK_BYTES), np.bool_)
-    find_words = kernels.of(word_bytes).find
-    count = find_words(new, old, *runs, most, positions, values, blocks)
-    few = count <= most
-    return Changes(
-        content_bytes=new.nbytes,
-        word_bytes=word_bytes,
-        count=count,
-        blocks=blocks,
-        positions=positions[:count].copy() if few else None,
-        values=values[:count].copy().view(np.uint8) if few else None,
-    )
+def _find_compiled(pairs: Sequence[Pair]) -> Iterator[Changes]:
+    """The same of contents with words of one size, no more than `TOGETHER`."""
+    width, number = pairs[0].word_bytes, len(pairs)
+    most = np.array([pair.most for pair in pairs])
+    room = int(most.max()) + kernels.FIND_ROOM
+    positions = scratch.array("positions", number * room, 4).reshape(number, room)
+    values = scratch.array("values", number * room, width).reshape(number, room)
+    block_counts = [-(-pair.content.size // BLOCK_BYTES) for pair in pairs]
+    blocks = np.zeros((number, max(block_counts)), np.bool_)
+    counts = np.zeros(number, np.int64)
+    filled = [_EMPTY] * (kernels.TOGETHER - number)
+    new = (*(_read_only(pair.content) for pair in pairs), *filled)
+    old = (*(_read_only(pair.base) for pair in pairs), *filled)
+    kernels.of(width).find(new, old, most, positions, values, blocks, counts)
+    for index, pair in enumerate(pairs):
+        count = int(counts[index])
+        few = count <= pair.most
+        yield Changes(
+            content_bytes=pair.content.size,
+            word_bytes=width,
+            count=count,
+            blocks=blocks[index, : block_counts[index]],
+            positions=positions[index, :count].copy() if few else None,
+            values=values[index, :count].copy().view(np.uint8) if few else None,
+        )
+
+
+def _read_only(content: Bytes) -> Bytes:
+    """A view of the one type that compiled passes are made for."""
+    view = content.view()
+    view.flags.writeable = False
+    return view
 
 
 def encode(several: Sequence[Changes]) -> list[bytes]:

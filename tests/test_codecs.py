@@ -64,8 +64,8 @@ def _payload(form, content, base, word_bytes):
         blocks = differences.changed_blocks(changed, word_bytes)
         picked = codecs._marked_blocks(difference, blocks)
         return codecs._encode_blocks(blocks, picked, word_bytes)
-    changes = sparse.find(content, base, word_bytes, most=content.size)
-    return sparse.encode([changes])[0]
+    pair = sparse.Pair(content, base, word_bytes, most=content.size)
+    return sparse.encode(sparse.find([pair]))[0]
 
 
 @st.composite

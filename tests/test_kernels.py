@@ -77,11 +77,12 @@ def test_the_same_changes_are_found(word_bytes, seed, count, changed, most):
     places = np.flatnonzero(rng.random(count) < changed)
     new.view(word)[places] += rng.integers(1, 100, places.size).astype(word)
     found = {}
+    pair = sparse.Pair(new, old, word_bytes, most=int(most * count))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_LEAST_BYTES", 0)
         for available in (True, False):
             patch.setattr(kernels, "AVAILABLE", available)
-            found[available] = sparse.find(new, old, word_bytes, most=int(most * count))
+            (found[available],) = sparse.find([pair])
     compiled, plain = found[True], found[False]
     assert compiled.count == plain.count == places.size
     assert (compiled.blocks == plain.blocks).all()

@@ -91,7 +91,7 @@ def test_a_record_is_these_bytes():
 
 def test_a_sparse_record_is_these_bytes():
     """The same chunk with one float a step smaller."""
-    (payload,) = sparse.encode([sparse.find(NEW, OLD, 4, most=3)])
+    (payload,) = sparse.encode(sparse.find([sparse.Pair(NEW, OLD, 4, most=3)]))
     assert _record(NEW, form=Form.SPARSE, payload=payload).encode() == GOLDEN_SPARSE
 
 
