@@ -21,7 +21,7 @@ from orbax_delta.sparse import Changes
 from orbax_delta.sparse import Payload as Payload
 from orbax_delta.sparse import Unpacked as Unpacked
 from orbax_delta.sparse import unpack as unpack
-from orbax_delta.sparse import unpacked_bytes as unpacked_bytes
+from orbax_delta.sparse import unpack_small as unpack_small
 
 SPARSE_MAX_DENSITY = 0.125
 # Above it, codes of few values take less than bits of floats.

@@ -132,26 +132,31 @@ def code(tasks: Sequence[Task], *, options: DeltaOptions) -> list[Coded]:
 
 
 def _compare(tasks: Sequence[Task]) -> list[_Compared]:
-    prepared = [_prepare(task) for task in tasks]
-    pairs = [
-        codecs.Pair(
-            one.content,
-            one.base,
-            one.task.finding.chunk.leaf.element.word_bytes,
-            one.codes is not None,
+    contents = [_contents(task) for task in tasks]
+    widths = [task.finding.chunk.leaf.element.word_bytes for task in tasks]
+    found = iter(
+        codecs.find_changes(
+            [
+                codecs.Pair(content, base, word_bytes, codes is not None)
+                for (content, codes, base), word_bytes in zip(contents, widths)
+                if base is not None
+            ]
         )
-        for one in prepared
-        if one.base is not None
-    ]
-    found = iter(codecs.find_changes(pairs))
+    )
     return [
-        one if one.base is None else dataclasses.replace(one, changes=next(found))
-        for one in prepared
+        _Compared(
+            task=task,
+            content=content,
+            codes=codes,
+            base=base,
+            changes=None if base is None else next(found),
+        )
+        for task, (content, codes, base) in zip(tasks, contents, strict=True)
     ]
 
 
-def _prepare(task: Task) -> _Compared:
-    """A chunk and what it is to be compared with."""
+def _contents(task: Task) -> tuple[Bytes, Codes | None, Bytes | None]:
+    """What is in a chunk, its codes, and what it is to be compared with."""
     finding = task.finding
     chunk = finding.chunk
     (content, codes), base = chunk.coded(), task.base()
@@ -164,7 +169,7 @@ def _prepare(task: Task) -> _Compared:
             "contents; nothing was committed. Check this machine's memory, and report "
             "it if it happens again"
         )
-    return _Compared(task=task, content=content, codes=codes, base=base, changes=None)
+    return content, codes, base
 
 
 def _code(

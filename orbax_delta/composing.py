@@ -69,15 +69,23 @@ def earlier(content: Bytes, changes: Sequence[Record], word_bytes: int) -> Bytes
     Raises:
         CorruptionError: A payload does not describe a change of such content.
     """
-    # A delta is decoded by adding it, so upon zeros the changes themselves add up.
+    before = content.copy()
+    small = [record.sparse for record in changes if record.form is Form.SPARSE]
+    for payload, unpacked in zip(small, codecs.unpack_small(small), strict=True):
+        change = unpacked or codecs.unpack([payload])[0]
+        change.apply(before, word_bytes, undo=True)
+    if len(small) == len(changes):
+        return before
+    # Others are decoded by adding them, so upon zeros the changes themselves add up.
     total = np.zeros_like(content)
     for record in changes:
-        codecs.decode(
-            record.form, record.payload, total, content.size, word_bytes, out=total
-        )
+        if record.form is not Form.SPARSE:
+            codecs.decode(
+                record.form, record.payload, total, content.size, word_bytes, out=total
+            )
     word = np.dtype(f"<u{word_bytes}")
-    before: np.ndarray = content.view(word) - total.view(word)
-    return before.view(np.uint8)
+    before.view(word)[:] -= total.view(word)
+    return before
 
 
 def check_earlier(content: Bytes, row: Row, count: int, head: memoryview) -> None:

@@ -48,9 +48,10 @@ class Kernels(NamedTuple):
             in bytes: count the words that differ, and mark their blocks of 4 KiB; while
             they are no more than `most`, also where they are and their zigzag
             differences, in rows of `most + FIND_ROOM`.
-        change: `(planes, gap_bytes, words)`: add differences to some words, see
-            `sparse.decode`. Returns the last of them; where that is none of `words`,
-            they are as they were. Keeps the interpreter's lock, as those below.
+        change: `(planes, gap_bytes, words, undo)`: add differences to some words, or
+            take them away, see `sparse.Unpacked`. Returns the last of them; where that
+            is none of `words`, they are as they were. Keeps the interpreter's lock, as
+            those below.
         pack: `(positions, values, planes, same)`: planes of the gaps between positions,
             then those of the values, after one another in `planes`; whether each is of
             one value into `same`. Returns how many there are of gaps.
@@ -62,7 +63,7 @@ class Kernels(NamedTuple):
     subtract: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
     add: Callable[[Planes, np.ndarray, np.ndarray], None]
     find: Callable[..., int]
-    change: Callable[[np.ndarray, int, np.ndarray], int]
+    change: Callable[[np.ndarray, int, np.ndarray, bool], int]
     pack: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], int]
     carry: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
@@ -132,7 +133,9 @@ def of(word_bytes: int) -> Kernels:
             change = word(word(value >> unit) ^ word(zero - word(value & unit)))
             out[i] = word(change + old[i])
 
-    def change(planes: np.ndarray, gap_bytes: int, words: np.ndarray) -> int:
+    def change(
+        planes: np.ndarray, gap_bytes: int, words: np.ndarray, undo: bool
+    ) -> int:
         count = planes.size // (gap_bytes + width)
         last = count - 1
         for k in range(gap_bytes):
@@ -152,7 +155,7 @@ def of(word_bytes: int) -> Kernels:
                 part = word(planes[values + k * count + i])
                 value = word(value | word(part << shifts[k]))
             delta = word(word(value >> unit) ^ word(zero - word(value & unit)))
-            words[place] = word(words[place] + delta)
+            words[place] = word(words[place] + word(zero - delta if undo else delta))
         return last
 
     def pack(

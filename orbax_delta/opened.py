@@ -13,8 +13,6 @@ from orbax_delta.errors import CorruptionError, StorageError
 from orbax_delta.parts import Ref
 from orbax_delta.ranges import Records, Unreadable
 
-_UNPACKED_BYTES = 4 << 20
-
 
 class Opened:
     """Some records; what is wrong with one is raised when it is asked for.
@@ -45,17 +43,14 @@ class Opened:
             raise found
         return found, self._unpacked.get(ref)
 
-    def _together(self) -> dict[Ref, Unpacked]:
-        payloads = {}
-        room = _UNPACKED_BYTES
-        for ref, record in self._found.items():
-            if isinstance(record, records.Record) and record.form is Form.SPARSE:
-                needed = codecs.unpacked_bytes(record.payload, record.word_bytes)
-                if needed <= room:
-                    room -= needed
-                    payloads[ref] = record.sparse
+    def _together(self) -> dict[Ref, Unpacked | None]:
+        small = {
+            ref: record.sparse
+            for ref, record in self._found.items()
+            if isinstance(record, records.Record) and record.form is Form.SPARSE
+        }
         try:
-            unpacked = codecs.unpack(list(payloads.values()))
+            unpacked = codecs.unpack_small(list(small.values()))
         except CorruptionError:
             return {}  # which one it is turns out when they are decoded one by one
-        return dict(zip(payloads, unpacked, strict=True))
+        return dict(zip(small, unpacked, strict=True))

@@ -6,7 +6,7 @@ FORMAT.md section 4.7 is the contract. Does not belong here: when this form is t
 import dataclasses
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from orbax_delta.errors import CorruptionError
 
 _HEAD = struct.Struct("<BI")
 _MAX_GAP_BYTES = 4
+_SMALL_BYTES = 4 << 20
 _EMPTY = np.frombuffer(b"", np.uint8)
 
 
@@ -116,9 +117,14 @@ def _find_compiled(pairs: Sequence[Pair]) -> Iterator[Changes]:
             word_bytes=width,
             count=count,
             blocks=blocks[index, : block_counts[index]],
-            positions=positions[index, :count].copy() if few else None,
-            values=values[index, :count].copy().view(np.uint8) if few else None,
+            positions=_copied(positions[index, :count], np.uint32) if few else None,
+            values=_copied(values[index, :count], np.uint8) if few else None,
         )
+
+
+def _copied(words: np.ndarray, dtype: Any) -> np.ndarray:
+    """A copy for which the interpreter's lock is kept, as numpy's own does not."""
+    return np.frombuffer(words.tobytes(), dtype)
 
 
 def _read_only(content: Bytes) -> Bytes:
@@ -181,8 +187,13 @@ class Unpacked:
     planes: Bytes
     gap_bytes: int
 
-    def apply(self, content: Bytes, word_bytes: int) -> None:
+    def apply(self, content: Bytes, word_bytes: int, *, undo: bool = False) -> None:
         """Change `content`, which is the base, to what the payload makes of it.
+
+        Args:
+            content: The base.
+            word_bytes: Size of a word, 1, 2, 4 or 8.
+            undo: Whether it is the other way round.
 
         Raises:
             CorruptionError: The payload does not describe a change of it; `content`
@@ -191,15 +202,15 @@ class Unpacked:
         words = differences.as_words(content, word_bytes)
         if kernels.pay(content.size):
             change = kernels.of(word_bytes).change
-            last = change(self.planes, self.gap_bytes, words)
+            last = change(self.planes, self.gap_bytes, words, undo)
         else:
-            last = self._apply_small(words)
+            last = self._apply_small(words, undo=undo)
         if last >= words.size:
             raise CorruptionError(
                 f"a SPARSE record changes element {last} of {words.size}"
             )
 
-    def _apply_small(self, words: np.ndarray) -> int:
+    def _apply_small(self, words: np.ndarray, *, undo: bool) -> int:
         width = words.itemsize
         planes = self.planes.reshape(self.gap_bytes + width, -1)
         parts = np.split(planes, [self.gap_bytes])
@@ -208,8 +219,9 @@ class Unpacked:
         positions = np.cumsum(steps) - 1
         last = int(positions[-1]) if positions.size else -1
         if last < words.size:
-            differences.add(values, words[positions].view(np.uint8), width)
-            words[positions] = differences.as_words(values, width)
+            change = differences.as_words(values, width)
+            differences.add(values, np.zeros_like(values), width)
+            words[positions] += np.negative(change) if undo else change
         return last
 
 
@@ -231,12 +243,23 @@ def unpack(payloads: Sequence[Payload]) -> list[Unpacked]:
     ]
 
 
-def unpacked_bytes(payload: bytes | memoryview, word_bytes: int) -> int:
-    """How much memory `unpack` needs for a payload, by what that claims."""
-    if len(payload) < _HEAD.size:
-        return 0
-    gap_bytes, count = _HEAD.unpack_from(payload)
-    return int(count * (gap_bytes + word_bytes))
+def unpack_small(payloads: Sequence[Payload]) -> list[Unpacked | None]:
+    """The same of those that need little memory by what they claim; None: of others.
+
+    Raises:
+        CorruptionError: As `unpack`.
+    """
+    room, number = _SMALL_BYTES, 0
+    for view, _, word_bytes in payloads:
+        gap_bytes, count = (
+            _HEAD.unpack_from(view) if len(view) >= _HEAD.size else (0, 0)
+        )
+        room -= count * (gap_bytes + word_bytes)
+        if room < 0:
+            break
+        number += 1
+    others = [None] * (len(payloads) - number)
+    return [*unpack(payloads[:number]), *others]
 
 
 def _parse(
