@@ -67,7 +67,7 @@ class Delta:
     """
 
     form: Form
-    payload: bytes
+    payload: bytes | memoryview
     changed_words: int
     changed_blocks: int
     positions: np.ndarray | None
@@ -92,7 +92,7 @@ def fill(word: bytes, content_bytes: int, out: Bytes | None = None) -> Bytes:
     return content
 
 
-def encode_full(content: Bytes, word_bytes: int) -> bytes:
+def encode_full(content: Bytes, word_bytes: int) -> bytes | memoryview:
     """Payload of form PLANES: byte planes, each raw, filled or entropy coded."""
     return planes.encode(content, word_bytes)
 
@@ -170,7 +170,8 @@ def encode_delta(
     changed_blocks = int(np.count_nonzero(found.blocks))
     words = content.size // word_bytes
     block_words = max(changed_blocks * BLOCK_BYTES // word_bytes, 1)
-    candidates: list[tuple[int, Form, bytes]] = []
+    candidates: list[tuple[int, Form, bytes | memoryview]] = []
+    payload: bytes | memoryview
     if found.positions is not None:
         payload = listed or encode_sparse([found])[0]
         candidates.append((len(payload), Form.SPARSE, payload))

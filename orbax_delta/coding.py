@@ -239,7 +239,7 @@ def _choose(
     delta: codecs.Delta | None,
     earlier: tuple[Ref, ...],
     options: DeltaOptions,
-) -> tuple[Form, bytes, int]:
+) -> tuple[Form, bytes | memoryview, int]:
     """The delta, if its list stays cheap to read and no full record is smaller.
 
     Returns:
@@ -249,7 +249,7 @@ def _choose(
         form, full = _full(compared)
         return form, full, len(full)
     first, delta_bytes = earlier[0], len(delta.payload)
-    made: tuple[Form, bytes] | None = None
+    made: tuple[Form, bytes | memoryview] | None = None
     full_bytes = first.length
     if first.form is Form.CONSTANT:
         # Nothing tells how large a full record would be but making it.
@@ -270,7 +270,7 @@ def _choose(
     return delta.form, delta.payload, full_bytes
 
 
-def _full(compared: _Compared) -> tuple[Form, bytes]:
+def _full(compared: _Compared) -> tuple[Form, bytes | memoryview]:
     """The record that needs none of the chunk's own before it."""
     finding, codes = compared.task.finding, compared.codes
     if codes is not None and codes.alone:

@@ -42,7 +42,7 @@ Coder = Callable[[memoryview], bytes]
 
 _FEATURES = zstandard.backend_features
 # Fewer planes take less by themselves.
-_MANY = 8
+_MANY = 4
 
 
 class _Coders(threading.local):

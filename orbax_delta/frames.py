@@ -26,7 +26,7 @@ _SINGLE_SEGMENT_SIZE_IN_8_BYTES = 0xE0
 _MAX_BLOCK_BYTES = 128 << 10
 _FEATURES = zstandard.backend_features
 # Fewer frames take less by themselves.
-_MANY = 8
+_MANY = 4
 
 
 class _Decoders(threading.local):

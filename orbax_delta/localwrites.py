@@ -22,6 +22,9 @@ UNFINISHED = ".__lock"
 """What the name of a file ends in until it is whole."""
 
 
+# IOV_MAX of all systems that have the call.
+_MOST_PIECES = 1024
+
 Data = bytes | Sequence[bytes | memoryview]
 """What a file is to hold, whole or in pieces."""
 
@@ -60,9 +63,8 @@ def _write(path: Path, data: Data) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + UNFINISHED)
     try:
-        with partial.open("wb", buffering=LEAST_BYTES) as file:
-            file.writelines([data] if isinstance(data, bytes) else data)
-            file.flush()
+        with partial.open("wb", buffering=0) as file:
+            _write_all(file.fileno(), [data] if isinstance(data, bytes) else data)
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError:
@@ -70,6 +72,22 @@ def _write(path: Path, data: Data) -> None:
             partial.unlink()
         raise
     sync_folder(path.parent)
+
+
+def _write_all(file: int, pieces: Sequence[bytes | memoryview]) -> None:
+    """Write pieces as they lie, without a buffer, which would copy them."""
+    start, skip = 0, 0
+    while start < len(pieces):
+        some = [memoryview(piece) for piece in pieces[start : start + _MOST_PIECES]]
+        some[0] = some[0][skip:]
+        written = os.writev(file, some)  # at most 2 GiB, and perhaps less
+        for piece in some:
+            if written < len(piece):
+                break
+            written -= len(piece)
+            start += 1
+            skip = 0
+        skip += written
 
 
 def sync_folder(folder: Path) -> None:

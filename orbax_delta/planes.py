@@ -4,8 +4,9 @@ Mantissa bytes are noise, exponent bytes are not. Planes tell them apart, and ea
 kept, filled or entropy coded as fits it. Does not belong here: what the words mean.
 """
 
+import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -34,7 +35,7 @@ _PIECE = 1 << 16
 _SMALL_BYTES = 16 << 10
 
 
-def encode(content: Bytes, word_bytes: int) -> bytes:
+def encode(content: Bytes, word_bytes: int) -> bytes | memoryview:
     """All planes of `content`: raw, filled or entropy coded."""
     if word_bytes == 1 or content.size < _SMALL_BYTES:
         return _encoded(np.ascontiguousarray(content.reshape(-1, word_bytes).T))
@@ -47,7 +48,7 @@ def encode(content: Bytes, word_bytes: int) -> bytes:
     return _encoded(planes)
 
 
-def encode_change(content: Bytes, base: Bytes, word_bytes: int) -> bytes:
+def encode_change(content: Bytes, base: Bytes, word_bytes: int) -> bytes | memoryview:
     """All planes of the difference of two contents of one size."""
     if kernels.pay(content.size):
         planes = _scratch_planes(content.size, word_bytes)
@@ -63,45 +64,100 @@ def _scratch_planes(content_bytes: int, word_bytes: int) -> np.ndarray:
     return scratch.array("planes", content_bytes, 1).reshape(word_bytes, -1)
 
 
-def _encoded(planes: np.ndarray) -> bytes:
-    parts: list[bytes | memoryview] = []
-    for plane in planes:
-        method, data = _encode_plane(plane)
-        parts += (_HEAD.pack(method, len(data)), data)
-    return b"".join(parts)
+def _encoded(planes: np.ndarray) -> bytes | memoryview:
+    return _joined(_coded(planes, list(map(_is_of_one_value, planes))))
 
 
-def encode_all(several: Sequence[tuple[np.ndarray, Sequence[bool]]]) -> list[bytes]:
-    """Coded planes of several contents, the small ones by one call.
+def _is_of_one_value(plane: Bytes) -> bool:
+    ends_alike = plane.size == 0 or plane[0] == plane[-1]
+    return bool(ends_alike and not (plane != plane[:1]).any())
+
+
+def encode_all(
+    several: Sequence[tuple[np.ndarray, Sequence[bool]]],
+) -> list[bytes | memoryview]:
+    """Coded planes of several contents.
 
     Args:
         several: `uint8[planes, words]` of each, and which planes are of one value.
     """
-    small = [
-        plane.data
-        for planes, same in several
-        for plane, alone in zip(planes, same, strict=True)
-        if not alone and plane.size <= _SMALL_PLANE_BYTES
-    ]
-    frames = iter(entropy.all_by_matches(small))
-    coded = []
-    for planes, same in several:
-        parts: list[bytes | memoryview] = []
-        data: bytes | memoryview
-        for plane, alone in zip(planes, same, strict=True):
-            if alone:  # of nothing in particular, if there are no words
-                method, data = (_FILL, plane[:1].data) if plane.size else (_RAW, b"")
-            elif plane.size > _SMALL_PLANE_BYTES:
-                method, data = _encode_plane(plane)
-            else:
-                method, data = _shorter(plane, next(frames))
-            parts += (_HEAD.pack(method, len(data)), data)
-        coded.append(b"".join(parts))
+    parts = iter(
+        _coded(
+            [plane for planes, _ in several for plane in planes],
+            [alone for _, same in several for alone in same],
+        )
+    )
+    return [_joined(list(itertools.islice(parts, len(same)))) for _, same in several]
+
+
+_Coded = tuple[bytes, bytes | memoryview]
+
+
+def _coded(planes: Iterable[Bytes], same: Sequence[bool]) -> list[_Coded]:
+    """Header and data of each plane.
+
+    Small planes, and pieces of others that tell how to code them, take one call: each
+    lets go of the interpreter's lock, and to get it back costs more.
+    """
+    listed = list(planes)
+    tried = {
+        index: plane.data if plane.size <= _SMALL_PLANE_BYTES else _probe(plane)
+        for index, plane in enumerate(listed)
+        if not same[index]
+    }
+    frames = dict(zip(tried, entropy.all_by_matches(list(tried.values())), strict=True))
+    coded: list[_Coded] = []
+    for index, plane in enumerate(listed):
+        method, data = _RAW, plane.data
+        if same[index]:  # of nothing in particular, where there are no words
+            method, data = (_FILL, plane[:1].data) if plane.size else (_RAW, plane.data)
+        else:
+            frame = frames[index]
+            if plane.size > _SMALL_PLANE_BYTES:
+                code = _suitable(tried[index], len(frame))
+                frame = code(plane.data) if code else plane.data
+            if len(frame) < plane.size:
+                method, data = _ZSTD, frame
+        coded.append((_HEAD.pack(method, len(data)), data))
     return coded
 
 
-def _shorter(plane: Bytes, frame: bytes | memoryview) -> tuple[int, bytes | memoryview]:
-    return (_ZSTD, frame) if len(frame) < plane.size else (_RAW, plane.data)
+def _joined(coded: Sequence[_Coded]) -> bytes | memoryview:
+    """Planes after one another; many bytes without the interpreter's lock.
+
+    `join` keeps it, and for a payload takes as long as all else that needs it.
+    """
+    parts = list(itertools.chain.from_iterable(coded))
+    total = sum(map(len, parts))
+    if total < _SMALL_BYTES:
+        return b"".join(parts)
+    out = np.empty(total, np.uint8)
+    start = 0
+    for part in parts:
+        out[start : start + len(part)] = np.frombuffer(part, np.uint8)
+        start += len(part)
+    return out.data
+
+
+def _probe(plane: Bytes) -> memoryview:
+    """A few pieces of a plane: they tell noise from structure at 1 % of the cost."""
+    starts = _spread(plane.size, _PROBE_BYTES)
+    return memoryview(b"".join(plane[s : s + _PROBE_BYTES].data for s in starts))
+
+
+def _suitable(probe: memoryview, least: int) -> entropy.Coder | None:
+    """The coder that makes the least of some pieces; None if they hardly shrink.
+
+    Args:
+        probe: The pieces.
+        least: What `by_matches` makes of them, in bytes.
+    """
+    if least >= _PROBE_KEEP * len(probe):
+        return None
+    if least < _SURELY_MATCHES * len(probe):
+        return entropy.by_matches
+    literals = len(entropy.by_literals(probe))
+    return entropy.by_literals if literals <= least else entropy.by_matches
 
 
 def estimate_bytes(content: Bytes, word_bytes: int) -> int:
@@ -146,34 +202,6 @@ def _halve(content: np.ndarray, planes: np.ndarray) -> None:
         half = scratch.array(f"half{half_bytes}", content.size, half_bytes)
         np.copyto(half, part, casting="unsafe")
         _halve(half, into)
-
-
-def _encode_plane(plane: Bytes) -> tuple[int, bytes | memoryview]:
-    if plane.size == 0:
-        return _RAW, b""
-    first = plane[0]
-    if first == plane[-1] and not (plane != first).any():
-        return _FILL, first.tobytes()
-    code = _suitable(plane)
-    return _shorter(plane, code(plane.data)) if code else (_RAW, plane.data)
-
-
-def _suitable(plane: Bytes) -> entropy.Coder | None:
-    """The coder that makes the least of a few pieces; None if they hardly shrink.
-
-    Mantissa noise is told from structure at 1 % of the cost.
-    """
-    if plane.size <= _SMALL_PLANE_BYTES:
-        return entropy.by_matches
-    starts = _spread(plane.size, _PROBE_BYTES)
-    probe = memoryview(b"".join(plane[s : s + _PROBE_BYTES].data for s in starts))
-    least = len(entropy.by_matches(probe))
-    if least >= _PROBE_KEEP * len(probe):
-        return None
-    if least < _SURELY_MATCHES * len(probe):
-        return entropy.by_matches
-    literals = len(entropy.by_literals(probe))
-    return entropy.by_literals if literals <= least else entropy.by_matches
 
 
 def decode_exactly(

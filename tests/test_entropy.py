@@ -39,9 +39,48 @@ def test_a_plane_takes_the_coder_that_suits_it():
     """Runs are found by matches, few values by literals, noise by neither."""
     runs = (np.arange(1 << 18) // 700).astype(np.uint8)
     noise = np.random.default_rng(1).integers(0, 256, 1 << 18, dtype=np.uint8)
-    assert planes._suitable(runs) is entropy.by_matches
-    assert planes._suitable(_few_values(1 << 18)) is entropy.by_literals
-    assert planes._suitable(noise) is None
+
+    def suitable(plane):
+        probe = planes._probe(plane)
+        return planes._suitable(probe, len(entropy.by_matches(probe)))
+
+    assert suitable(runs) is entropy.by_matches
+    assert suitable(_few_values(1 << 18)) is entropy.by_literals
+    assert suitable(noise) is None
+
+
+@hypothesis.given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["runs", "few", "noise", "one"]),
+            st.sampled_from([0, 1, 700, 1 << 14, (1 << 14) + 8, 1 << 16]),
+        ),
+        max_size=9,
+    )
+)
+def test_planes_together_are_coded_as_each_of_them(kinds):
+    """Whatever lies beside a plane, its bytes are the same."""
+    several = []
+    for number, (kind, size) in enumerate(kinds):
+        rng = np.random.default_rng(number)
+        plane = {
+            "runs": (np.arange(size) // 700).astype(np.uint8),
+            "few": _few_values(size, number),
+            "noise": rng.integers(0, 256, size, dtype=np.uint8),
+            "one": np.full(size, number, np.uint8),
+        }[kind]
+        same = [bool((plane == plane[:1]).all())]
+        several.append((plane.reshape(1, -1), same))
+    together = planes.encode_all(several)
+    assert together == [planes.encode_all([one])[0] for one in several]
+    for coded, (plane, _) in zip(together, several, strict=True):
+        decoded = planes.decode_exactly(memoryview(coded), plane.size, 1)
+        assert (decoded == plane[0]).all()
+
+
+def test_many_planes_can_be_coded_at_once():
+    """Or the test before this one compares a way with itself."""
+    assert "multi_compress_to_buffer" in entropy._FEATURES
 
 
 def test_without_the_other_library_every_plane_is_coded_by_matches(monkeypatch):

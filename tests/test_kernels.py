@@ -153,7 +153,7 @@ def test_payloads_are_the_same(monkeypatch, word_bytes, count, calm):
 def test_damaged_planes_are_an_error():
     """A cut payload, or one with more than planes, with and without."""
     old, new = (as_bytes(seed, 5000, 4, calm=False) for seed in (1, 2))
-    payload = planes.encode_change(new, old, 4)
+    payload = bytes(planes.encode_change(new, old, 4))
     for wrong, message in (
         (payload[:-1], "cut off"),
         (payload[:3], "before the header"),

@@ -1,8 +1,11 @@
 """Large local files: whole or not there, like what TensorStore writes."""
 
+import itertools
 import os
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from orbax_delta import localwrites
 from orbax_delta.errors import StorageError
@@ -51,6 +54,28 @@ def test_pieces(folder):
     for large in (pieces, pieces[1:]):
         folder.start_write("key", large).result()
         assert folder.read("key") == b"".join(large)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=30),
+    most=st.lists(st.integers(1, 50), min_size=1, max_size=9),
+    together=st.integers(1, 9),
+)
+def test_a_system_that_writes_less_than_it_is_given(sizes, most, together):
+    """It may at any time; what is left follows, and nothing comes twice."""
+    pieces = [bytes([i]) * size for i, size in enumerate(sizes)]
+    written, turns = bytearray(), itertools.cycle(most)
+
+    def writev(_, given):
+        some = b"".join(given)[: next(turns)]
+        written.extend(some)
+        return len(some)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "writev", writev)
+        patch.setattr(localwrites, "_MOST_PIECES", together)
+        localwrites._write_all(0, pieces)
+    assert bytes(written) == b"".join(pieces)
 
 
 def test_a_refusal_leaves_nothing_behind(folder, monkeypatch):

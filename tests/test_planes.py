@@ -51,7 +51,7 @@ def _slow_planes(payload, count, word_bytes):
 def test_planes_hold_byte_k_of_every_word(word_bytes, count, kind):
     """What is coded are the columns of the content; decoding puts them back."""
     content = _content(count, word_bytes, kind)
-    payload = planes.encode(content, word_bytes)
+    payload = bytes(planes.encode(content, word_bytes))
     columns = content.reshape(-1, word_bytes).T
     assert np.array_equal(_slow_planes(payload, count, word_bytes), columns)
     decoded = planes.decode_exactly(memoryview(payload), content.size, word_bytes)
