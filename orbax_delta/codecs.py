@@ -7,8 +7,6 @@ Does not belong here: record headers, which form a save prefers, anything stored
 
 import dataclasses
 import enum
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -107,39 +105,16 @@ def estimate_full_bytes(content: Bytes, word_bytes: int) -> int:
     return planes.estimate_bytes(content, word_bytes)
 
 
-class Pair(NamedTuple):
-    """Two contents of one size.
-
-    Attributes:
-        content: The new one.
-        base: The old one.
-        word_bytes: Size of an element, 1, 2, 4 or 8.
-        on_grid: Whether the new one has codes.
-    """
-
-    content: Bytes
-    base: Bytes
-    word_bytes: int
-    on_grid: bool = False
-
-
-def find_changes(pairs: Sequence[Pair]) -> list[Changes]:
-    """Where contents differ; positions only where SPARSE may be the form."""
-    wanted = []
-    for content, base, word_bytes, on_grid in pairs:
-        density = SPARSE_MAX_DENSITY_ON_GRIDS if on_grid else SPARSE_MAX_DENSITY
-        most = int(density * (content.size // word_bytes))
-        wanted.append(sparse.Pair(content, base, word_bytes, most))
-    return sparse.find(wanted)
-
-
-def encode_sparse(several: Sequence[Changes]) -> list[bytes]:
-    """Payloads of form SPARSE, of which many take little longer than one.
+def most_listed(content_bytes: int, word_bytes: int, *, on_grid: bool = False) -> int:
+    """How many words may differ for SPARSE to be tried.
 
     Args:
-        several: Changes of known positions.
+        content_bytes: Size of the content.
+        word_bytes: Size of an element, 1, 2, 4 or 8.
+        on_grid: Whether the new content has codes.
     """
-    return sparse.encode(several)
+    density = SPARSE_MAX_DENSITY_ON_GRIDS if on_grid else SPARSE_MAX_DENSITY
+    return int(density * (content_bytes // word_bytes))
 
 
 def encode_delta(
@@ -148,7 +123,7 @@ def encode_delta(
     word_bytes: int,
     found: Changes | None = None,
     codes: Codes | None = None,
-    listed: bytes | None = None,
+    listed: bytes | memoryview | None = None,
 ) -> Delta:
     """The smallest delta payload that turns `base` into `content`.
 
@@ -160,20 +135,20 @@ def encode_delta(
         content: The new content.
         base: The old one, of the same size.
         word_bytes: Size of an element, 1, 2, 4 or 8.
-        found: What `find_changes` finds, if it has been called.
+        found: What `sparse.find` finds, if it has been called.
         codes: Of the new content, if it lies on a grid that is not RELATIVE.
-        listed: What `encode_sparse` gives for them, if it has been called.
+        listed: What `sparse.encode` gives for them, if it has been called.
     """
     if found is None:
-        pair = Pair(content, base, word_bytes, codes is not None)
-        (found,) = find_changes([pair])
+        most = most_listed(content.size, word_bytes, on_grid=codes is not None)
+        (found,) = sparse.find([sparse.Pair(content, base, word_bytes, most)])
     changed_blocks = int(np.count_nonzero(found.blocks))
     words = content.size // word_bytes
     block_words = max(changed_blocks * BLOCK_BYTES // word_bytes, 1)
     candidates: list[tuple[int, Form, bytes | memoryview]] = []
     payload: bytes | memoryview
     if found.positions is not None:
-        payload = listed or encode_sparse([found])[0]
+        payload = listed or sparse.encode([found])[0]
         candidates.append((len(payload), Form.SPARSE, payload))
     rarely = codes is None and changed_blocks <= BLOCKS_MAX_SHARE * found.blocks.size
     if rarely and found.count > SPARSE_MAX_DENSITY * block_words:
@@ -204,7 +179,7 @@ def carry_over(content: Bytes, base: Bytes, delta: Delta, word_bytes: int) -> No
         np.copyto(base, content)
         return
     new, old = (differences.as_words(part, word_bytes) for part in (content, base))
-    if kernels.pay(content.size):
+    if kernels.pay_briefly(content.size):
         kernels.of(word_bytes).carry(delta.positions, new, old)
     else:
         old[delta.positions] = new[delta.positions]

@@ -123,7 +123,7 @@ def code(tasks: Sequence[Task], *, options: DeltaOptions) -> list[Coded]:
         else:
             coded[index] = _code(compared, options)
     with _small_steps:
-        listed = codecs.encode_sparse([few for _, few in waiting.values()])
+        listed = sparse.encode([few for _, few in waiting.values()])
         for (index, (compared, _)), payload in zip(
             waiting.items(), listed, strict=True
         ):
@@ -133,16 +133,14 @@ def code(tasks: Sequence[Task], *, options: DeltaOptions) -> list[Coded]:
 
 def _compare(tasks: Sequence[Task]) -> list[_Compared]:
     contents = [_contents(task) for task in tasks]
-    widths = [task.finding.chunk.leaf.element.word_bytes for task in tasks]
-    found = iter(
-        codecs.find_changes(
-            [
-                codecs.Pair(content, base, word_bytes, codes is not None)
-                for (content, codes, base), word_bytes in zip(contents, widths)
-                if base is not None
-            ]
-        )
-    )
+    pairs = []
+    for task, (content, codes, base) in zip(tasks, contents, strict=True):
+        if base is not None:
+            width = task.finding.chunk.leaf.element.word_bytes
+            on_grid = codes is not None
+            most = codecs.most_listed(content.size, width, on_grid=on_grid)
+            pairs.append(sparse.Pair(content, base, width, most))
+    found = iter(sparse.find(pairs))
     return [
         _Compared(
             task=task,
@@ -173,7 +171,7 @@ def _contents(task: Task) -> tuple[Bytes, Codes | None, Bytes | None]:
 
 
 def _code(
-    compared: _Compared, options: DeltaOptions, listed: bytes | None = None
+    compared: _Compared, options: DeltaOptions, listed: bytes | memoryview | None = None
 ) -> Coded:
     task, content, codes = compared.task, compared.content, compared.codes
     base, finding = compared.base, task.finding

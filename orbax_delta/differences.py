@@ -8,11 +8,9 @@ belong here: forms, planes, payloads.
 import numpy as np
 
 from orbax_delta import scratch
+from orbax_delta.kernels import BLOCK_BYTES as BLOCK_BYTES
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
-
-BLOCK_BYTES = 4096
-"""Size of a block of the bitmap form, in bytes (1,024 fp32 elements)."""
 
 # Words at a time, where a pass needs room for an intermediate result.
 _PIECE = 1 << 16

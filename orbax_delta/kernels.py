@@ -14,8 +14,11 @@ import numpy as np
 
 AVAILABLE = importlib.util.find_spec("numba") is not None
 _LEAST_BYTES = 128 << 10
+_MOST_BYTES = 4 << 20
 
-_BLOCK_BYTES = 4096
+BLOCK_BYTES = 4096
+"""Size of a block of the bitmap form, in bytes (1,024 fp32 elements)."""
+
 _RUN_BYTES = 8
 # Runs that are compared at once.
 _RUNS = 32
@@ -30,6 +33,11 @@ TOGETHER = 8
 def pay(content_bytes: int) -> bool:
     """Whether content of this size is worth a call, and the import behind it."""
     return AVAILABLE and content_bytes >= _LEAST_BYTES
+
+
+def pay_briefly(content_bytes: int) -> bool:
+    """The same of what keeps the interpreter's lock, which nobody may miss for long."""
+    return pay(content_bytes) and content_bytes <= _MOST_BYTES
 
 
 Planes = tuple[np.ndarray, ...]
@@ -51,18 +59,19 @@ class Kernels(NamedTuple):
         change: `(planes, gap_bytes, words, undo)`: add differences to some words, or
             take them away, see `sparse.Unpacked`. Returns the last of them; where that
             is none of `words`, they are as they were. Keeps the interpreter's lock, as
-            those below.
+            those below, see `pay_briefly`.
         pack: `(positions, values, planes, same)`: planes of the gaps between positions,
             then those of the values, after one another in `planes`; whether each is of
             one value into `same`. Returns how many there are of gaps.
-        carry: `(positions, new, old)`: copy some words from `new` to `old`.
+        carry: `(positions, new, old)`: copy some words from `new` to `old`, at
+            positions that `find` has found in them.
     """
 
     split: Callable[[np.ndarray, np.ndarray], None]
     join: Callable[[Planes, np.ndarray], None]
     subtract: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
     add: Callable[[Planes, np.ndarray, np.ndarray], None]
-    find: Callable[..., int]
+    find: Callable[..., None]
     change: Callable[[np.ndarray, int, np.ndarray, bool], int]
     pack: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], int]
     carry: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
@@ -194,7 +203,7 @@ def of(word_bytes: int) -> Kernels:
         join=compiled(join),
         subtract=compiled(subtract),
         add=compiled(add),
-        find=compiled(_finder_of_several(word_bytes)),
+        find=compiled(_finder(word_bytes)),
         change=short(change),
         pack=short(pack),
         carry=short(carry),
@@ -220,14 +229,20 @@ def to_bf16() -> Callable[[np.ndarray, np.ndarray], int]:
     return found
 
 
-def _finder_of_several(word_bytes: int) -> Callable[..., None]:
-    """The function `find` of `Kernels`, not yet compiled."""
-    find_one = compiler()(_finder(word_bytes))
+def _finder(word_bytes: int) -> Callable[..., None]:
+    """The function `find` of `Kernels`, not yet compiled.
+
+    In one piece: what calls another compiled function is compiled in every process.
+    """
     word, run = _WORDS[word_bytes], _WORDS[_RUN_BYTES]
+    zero, unit, top = word(0), word(1), word(8 * word_bytes - 1)
+    run_words = _RUN_BYTES // word_bytes
+    block_words = BLOCK_BYTES // word_bytes
+    none = np.uint64(0)
 
     def find(
-        new: tuple[np.ndarray, ...],
-        old: tuple[np.ndarray, ...],
+        news: tuple[np.ndarray, ...],
+        olds: tuple[np.ndarray, ...],
         most: np.ndarray,
         positions: np.ndarray,
         values: np.ndarray,
@@ -235,79 +250,46 @@ def _finder_of_several(word_bytes: int) -> Callable[..., None]:
         counts: np.ndarray,
     ) -> None:
         for k in range(counts.size):
-            one, other = new[k], old[k]
-            whole = one.size // _RUN_BYTES * _RUN_BYTES
-            counts[k] = find_one(
-                one.view(word),
-                other.view(word),
-                one[:whole].view(run),
-                other[:whole].view(run),
-                most[k],
-                positions[k],
-                values[k],
-                blocks[k],
-            )
-
-    return find
-
-
-def _finder(word_bytes: int) -> Callable[..., int]:
-    """`find` for one content, given in words and in runs of 8 bytes as far as they go.
-
-    Returns how many words differ.
-    """
-    word = _WORDS[word_bytes]
-    zero, unit, top = word(0), word(1), word(8 * word_bytes - 1)
-    run_words = _RUN_BYTES // word_bytes
-    block_words = _BLOCK_BYTES // word_bytes
-    none = np.uint64(0)
-
-    def find(
-        new: np.ndarray,
-        old: np.ndarray,
-        new_runs: np.ndarray,
-        old_runs: np.ndarray,
-        most: int,
-        positions: np.ndarray,
-        values: np.ndarray,
-        blocks: np.ndarray,
-    ) -> int:
-        count = 0
-        groups = new_runs.size // _RUNS
-        for group in range(groups):
-            start = group * _RUNS
-            one = new_runs[start : start + _RUNS]
-            other = old_runs[start : start + _RUNS]
-            differ = none
-            for j in range(_RUNS):  # as many as one instruction takes
-                differ |= one[j] ^ other[j]
-            if differ == none:
-                continue
-            first = start * run_words
-            blocks[first // block_words] = True
-            if count > most:
-                for i in range(first, first + _RUNS * run_words):
-                    count += int(new[i] != old[i])
-                continue
-            for j in range(_RUNS):
-                if one[j] == other[j]:
+            # Contents may begin at any address, of which processors do not mind.
+            new, old = news[k].view(word), olds[k].view(word)
+            groups = news[k].size // (_RUNS * _RUN_BYTES)
+            whole = groups * _RUNS * _RUN_BYTES
+            new_runs, old_runs = news[k][:whole].view(run), olds[k][:whole].view(run)
+            count = 0
+            for group in range(groups):
+                start = group * _RUNS
+                one = new_runs[start : start + _RUNS]
+                other = old_runs[start : start + _RUNS]
+                differ = none
+                for j in range(_RUNS):  # as many as one instruction takes
+                    differ |= one[j] ^ other[j]
+                if differ == none:
                     continue
-                for i in range(first + j * run_words, first + (j + 1) * run_words):
-                    # Written always, kept if it is one: jumps would cost more.
-                    change = word(new[i] - old[i])
-                    sign = word(zero - word(change >> top))
-                    positions[count] = i
-                    values[count] = word(word(change << unit) ^ sign)
-                    count += int(change != zero)
-        for i in range(groups * _RUNS * run_words, new.size):
-            change = word(new[i] - old[i])
-            if change != zero:
-                blocks[i // block_words] = True
-                if count <= most:
-                    sign = word(zero - word(change >> top))
-                    positions[count] = i
-                    values[count] = word(word(change << unit) ^ sign)
-                count += 1
-        return count
+                first = start * run_words
+                blocks[k, first // block_words] = True
+                if count > most[k]:
+                    for i in range(first, first + _RUNS * run_words):
+                        count += int(new[i] != old[i])
+                    continue
+                for j in range(_RUNS):
+                    if one[j] == other[j]:
+                        continue
+                    for i in range(first + j * run_words, first + (j + 1) * run_words):
+                        # Written always, kept if it is one: jumps would cost more.
+                        change = word(new[i] - old[i])
+                        sign = word(zero - word(change >> top))
+                        positions[k, count] = i
+                        values[k, count] = word(word(change << unit) ^ sign)
+                        count += int(change != zero)
+            for i in range(whole // word_bytes, new.size):
+                change = word(new[i] - old[i])
+                if change != zero:
+                    blocks[k, i // block_words] = True
+                    if count <= most[k]:
+                        sign = word(zero - word(change >> top))
+                        positions[k, count] = i
+                        values[k, count] = word(word(change << unit) ^ sign)
+                    count += 1
+            counts[k] = count
 
     return find

@@ -6,8 +6,11 @@ beside its key, under the name that TensorStore gives to unfinished files, then 
 and renamed. Does not belong here: small files; what two may write at once.
 """
 
+import collections
 import concurrent.futures
 import contextlib
+import errno
+import itertools
 import os
 import threading
 from collections.abc import Sequence
@@ -22,8 +25,9 @@ UNFINISHED = ".__lock"
 """What the name of a file ends in until it is whole."""
 
 
-# IOV_MAX of all systems that have the call.
+# Of one call, by Linux and macOS; the latter refuses 2 GiB as well.
 _MOST_PIECES = 1024
+_MOST_BYTES = 1 << 30
 
 Data = bytes | Sequence[bytes | memoryview]
 """What a file is to hold, whole or in pieces."""
@@ -76,18 +80,19 @@ def _write(path: Path, data: Data) -> None:
 
 def _write_all(file: int, pieces: Sequence[bytes | memoryview]) -> None:
     """Write pieces as they lie, without a buffer, which would copy them."""
-    start, skip = 0, 0
-    while start < len(pieces):
-        some = [memoryview(piece) for piece in pieces[start : start + _MOST_PIECES]]
-        some[0] = some[0][skip:]
-        written = os.writev(file, some)  # at most 2 GiB, and perhaps less
-        for piece in some:
-            if written < len(piece):
-                break
-            written -= len(piece)
-            start += 1
-            skip = 0
-        skip += written
+    left = collections.deque(memoryview(piece) for piece in pieces if len(piece))
+    while left:
+        some, size = [], 0
+        for piece in itertools.islice(left, _MOST_PIECES):
+            some.append(piece[: _MOST_BYTES - size])
+            size += len(some[-1])
+        written = os.writev(file, some)  # perhaps less
+        if not written:
+            raise OSError(errno.EIO, "the system writes nothing more")
+        while left and written >= len(left[0]):
+            written -= len(left.popleft())
+        if written:
+            left[0] = left[0][written:]
 
 
 def sync_folder(folder: Path) -> None:

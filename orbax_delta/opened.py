@@ -1,35 +1,45 @@
-"""Records of a batch, parsed, and the small changes among them unpacked together.
+"""Records of a batch; the small changes among them are unpacked together, beforehand.
 
 A list of records has many that take microseconds; each step of theirs that lets go of
 the interpreter's lock would cost more than itself where several threads decode. Does
 not belong here: reading, what a list of records decodes to.
 """
 
+import contextlib
 from collections.abc import Iterable
 
 from orbax_delta import codecs, records
 from orbax_delta.codecs import Form, Unpacked
 from orbax_delta.errors import CorruptionError, StorageError
 from orbax_delta.parts import Ref
-from orbax_delta.ranges import Records, Unreadable
+from orbax_delta.ranges import Records
+
+_MOST = 1024
+"""Records that are opened beforehand: a hostile list may have very many."""
 
 
 class Opened:
-    """Some records; what is wrong with one is raised when it is asked for.
+    """Some records.
 
     Args:
-        read: Their bytes, which are waited for.
-        refs: Where they lie; constants are none.
+        read: Their bytes.
+        refs: Where they lie.
     """
 
     def __init__(self, read: Records, refs: Iterable[Ref]) -> None:
-        self._found: dict[Ref, records.Record | Unreadable] = {}
+        self._read = read
+        self._ahead: dict[Ref, tuple[records.Record, Unpacked | None]] = {}
+        found: dict[Ref, records.Record] = {}
         for ref in refs:
-            try:
-                self._found[ref] = records.parse_record(read.get(ref))
-            except (CorruptionError, StorageError) as error:
-                self._found[ref] = error
-        self._unpacked = self._together()
+            if ref.form is Form.SPARSE and ref not in found and len(found) < _MOST:
+                with contextlib.suppress(CorruptionError, StorageError, MemoryError):
+                    found[ref] = self._parsed(ref)
+        alike = {ref: r for ref, r in found.items() if r.form is Form.SPARSE}
+        # What is wrong is told by who opens the record by itself, with its place.
+        with contextlib.suppress(CorruptionError, MemoryError):
+            unpacked = codecs.unpack_small([record.sparse for record in alike.values()])
+            opened = zip(alike.values(), unpacked, strict=True)
+            self._ahead = dict(zip(alike, opened, strict=True))
 
     def get(self, ref: Ref) -> tuple[records.Record, Unpacked | None]:
         """A record, and its planes if they are unpacked.
@@ -38,19 +48,7 @@ class Opened:
             CorruptionError: It is damaged or missing.
             StorageError: The storage did not give it.
         """
-        found = self._found[ref]
-        if isinstance(found, CorruptionError | StorageError):
-            raise found
-        return found, self._unpacked.get(ref)
+        return self._ahead.get(ref) or (self._parsed(ref), None)
 
-    def _together(self) -> dict[Ref, Unpacked | None]:
-        small = {
-            ref: record.sparse
-            for ref, record in self._found.items()
-            if isinstance(record, records.Record) and record.form is Form.SPARSE
-        }
-        try:
-            unpacked = codecs.unpack_small(list(small.values()))
-        except CorruptionError:
-            return {}  # which one it is turns out when they are decoded one by one
-        return dict(zip(small, unpacked, strict=True))
+    def _parsed(self, ref: Ref) -> records.Record:
+        return records.parse_record(self._read.get(ref))

@@ -65,7 +65,7 @@ def _scratch_planes(content_bytes: int, word_bytes: int) -> np.ndarray:
 
 
 def _encoded(planes: np.ndarray) -> bytes | memoryview:
-    return _joined(_coded(planes, list(map(_is_of_one_value, planes))))
+    return _joined(_flat(_coded(planes, list(map(_is_of_one_value, planes)))))
 
 
 def _is_of_one_value(plane: Bytes) -> bool:
@@ -74,20 +74,24 @@ def _is_of_one_value(plane: Bytes) -> bool:
 
 
 def encode_all(
-    several: Sequence[tuple[np.ndarray, Sequence[bool]]],
+    several: Sequence[tuple[np.ndarray, Sequence[bool]]], heads: Sequence[bytes]
 ) -> list[bytes | memoryview]:
     """Coded planes of several contents.
 
     Args:
         several: `uint8[planes, words]` of each, and which planes are of one value.
+        heads: What each begins with.
     """
-    parts = iter(
+    coded = iter(
         _coded(
             [plane for planes, _ in several for plane in planes],
             [alone for _, same in several for alone in same],
         )
     )
-    return [_joined(list(itertools.islice(parts, len(same)))) for _, same in several]
+    return [
+        _joined([head, *_flat(itertools.islice(coded, len(same)))])
+        for head, (_, same) in zip(heads, several, strict=True)
+    ]
 
 
 _Coded = tuple[bytes, bytes | memoryview]
@@ -122,12 +126,15 @@ def _coded(planes: Iterable[Bytes], same: Sequence[bool]) -> list[_Coded]:
     return coded
 
 
-def _joined(coded: Sequence[_Coded]) -> bytes | memoryview:
-    """Planes after one another; many bytes without the interpreter's lock.
+def _flat(coded: Iterable[_Coded]) -> list[bytes | memoryview]:
+    return list(itertools.chain.from_iterable(coded))
+
+
+def _joined(parts: Sequence[bytes | memoryview]) -> bytes | memoryview:
+    """Parts after one another; many bytes without the interpreter's lock.
 
     `join` keeps it, and for a payload takes as long as all else that needs it.
     """
-    parts = list(itertools.chain.from_iterable(coded))
     total = sum(map(len, parts))
     if total < _SMALL_BYTES:
         return b"".join(parts)
@@ -319,7 +326,9 @@ def _decoded(
     return [_decode_plane(*plane, plane_bytes) for plane in planes], rest
 
 
-def flatten(several: Sequence[tuple[Sequence[Plane], int]]) -> list[bytes]:
+def flatten(
+    several: Sequence[tuple[Sequence[Plane], int]],
+) -> list[bytes | memoryview]:
     """Planes after one another, of several contents.
 
     Args:
@@ -341,7 +350,7 @@ def flatten(several: Sequence[tuple[Sequence[Plane], int]]) -> list[bytes]:
         for method, data in planes:
             filled = bytes(data) * size if method == _FILL else data
             pieces.append(next(unpacked) if method == _ZSTD else filled)
-        joined.append(b"".join(pieces))
+        joined.append(_joined(pieces))
     return joined
 
 

@@ -6,7 +6,7 @@ FORMAT.md section 4.7 is the contract. Does not belong here: when this form is t
 import dataclasses
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from orbax_delta.errors import CorruptionError
 _HEAD = struct.Struct("<BI")
 _MAX_GAP_BYTES = 4
 _SMALL_BYTES = 4 << 20
+_BRIEF_BYTES = 1 << 20
 _EMPTY = np.frombuffer(b"", np.uint8)
 
 
@@ -60,13 +61,15 @@ class Pair(NamedTuple):
 def find(pairs: Sequence[Pair]) -> list[Changes]:
     """Compare contents, many by one call, which needs the interpreter's lock once."""
     found: dict[int, Changes] = {}
-    large: dict[int, list[int]] = {}
+    together: dict[int, list[int]] = {}
     for index, pair in enumerate(pairs):
-        if kernels.pay(pair.content.size):
-            large.setdefault(pair.word_bytes, []).append(index)
+        if kernels.pay_briefly(pair.content.size):
+            together.setdefault(pair.word_bytes, []).append(index)
+        elif kernels.pay(pair.content.size):
+            (found[index],) = _find_compiled([pair])
         else:
             found[index] = _find(pair)
-    for members in large.values():
+    for members in together.values():
         for start in range(0, len(members), kernels.TOGETHER):
             some = members[start : start + kernels.TOGETHER]
             found.update(zip(some, _find_compiled([pairs[index] for index in some])))
@@ -116,15 +119,17 @@ def _find_compiled(pairs: Sequence[Pair]) -> Iterator[Changes]:
             content_bytes=pair.content.size,
             word_bytes=width,
             count=count,
-            blocks=blocks[index, : block_counts[index]],
-            positions=_copied(positions[index, :count], np.uint32) if few else None,
-            values=_copied(values[index, :count], np.uint8) if few else None,
+            blocks=blocks[index, : block_counts[index]].copy(),
+            positions=_copy_of(positions[index, :count]) if few else None,
+            values=_copy_of(values[index, :count]).view(np.uint8) if few else None,
         )
 
 
-def _copied(words: np.ndarray, dtype: Any) -> np.ndarray:
-    """A copy for which the interpreter's lock is kept, as numpy's own does not."""
-    return np.frombuffer(words.tobytes(), dtype)
+def _copy_of(words: np.ndarray) -> np.ndarray:
+    """A copy, and of few words one that keeps the interpreter's lock."""
+    if words.nbytes > _BRIEF_BYTES:
+        return words.copy()
+    return np.frombuffer(words.tobytes(), words.dtype)
 
 
 def _read_only(content: Bytes) -> Bytes:
@@ -134,20 +139,18 @@ def _read_only(content: Bytes) -> Bytes:
     return view
 
 
-def encode(several: Sequence[Changes]) -> list[bytes]:
+def encode(several: Sequence[Changes]) -> list[bytes | memoryview]:
     """Payloads of form SPARSE, of which many take little longer than one.
 
     Args:
         several: Changes of known positions.
     """
     packed = [_pack(changes) for changes in several]
-    coded = planes.encode_all([found[1:] for found in packed])
-    return [
-        _HEAD.pack(gap_bytes, changes.count) + payload
-        for changes, (gap_bytes, _, _), payload in zip(
-            several, packed, coded, strict=True
-        )
+    heads = [
+        _HEAD.pack(gap_bytes, changes.count)
+        for changes, (gap_bytes, _, _) in zip(several, packed, strict=True)
     ]
+    return planes.encode_all([found[1:] for found in packed], heads)
 
 
 def _pack(changes: Changes) -> tuple[int, np.ndarray, Sequence[bool]]:
@@ -156,7 +159,7 @@ def _pack(changes: Changes) -> tuple[int, np.ndarray, Sequence[bool]]:
     if positions is None or values is None:
         raise AssertionError("only a few changes are coded one by one")
     words = differences.as_words(values, width)
-    if kernels.pay(changes.content_bytes):
+    if kernels.pay_briefly(changes.content_bytes):
         flat = np.empty((_MAX_GAP_BYTES + width) * words.size, np.uint8)
         same = np.zeros(_MAX_GAP_BYTES + width, np.bool_)
         gap_bytes = kernels.of(width).pack(positions, words, flat, same)
@@ -200,20 +203,20 @@ class Unpacked:
                 then holds anything.
         """
         words = differences.as_words(content, word_bytes)
-        if kernels.pay(content.size):
+        if kernels.pay_briefly(content.size):
             change = kernels.of(word_bytes).change
             last = change(self.planes, self.gap_bytes, words, undo)
         else:
-            last = self._apply_small(words, undo=undo)
+            last = self._apply_plainly(words, undo=undo)
         if last >= words.size:
             raise CorruptionError(
                 f"a SPARSE record changes element {last} of {words.size}"
             )
 
-    def _apply_small(self, words: np.ndarray, *, undo: bool) -> int:
+    def _apply_plainly(self, words: np.ndarray, *, undo: bool) -> int:
         width = words.itemsize
-        planes = self.planes.reshape(self.gap_bytes + width, -1)
-        parts = np.split(planes, [self.gap_bytes])
+        apart = self.planes.reshape(self.gap_bytes + width, -1)
+        parts = np.split(apart, [self.gap_bytes])
         gaps, values = (np.array(part.T, order="C").reshape(-1) for part in parts)
         steps = differences.as_words(gaps, self.gap_bytes).astype(np.int64) + 1
         positions = np.cumsum(steps) - 1
@@ -244,7 +247,9 @@ def unpack(payloads: Sequence[Payload]) -> list[Unpacked]:
 
 
 def unpack_small(payloads: Sequence[Payload]) -> list[Unpacked | None]:
-    """The same of those that need little memory by what they claim; None: of others.
+    """The same of the first ones, which together need little memory by what they claim.
+
+    None stands for each of the others: one may need much.
 
     Raises:
         CorruptionError: As `unpack`.

@@ -71,10 +71,12 @@ def test_planes_together_are_coded_as_each_of_them(kinds):
         }[kind]
         same = [bool((plane == plane[:1]).all())]
         several.append((plane.reshape(1, -1), same))
-    together = planes.encode_all(several)
-    assert together == [planes.encode_all([one])[0] for one in several]
+    heads = [bytes([number]) for number in range(len(several))]
+    together = planes.encode_all(several, heads)
+    alone = (planes.encode_all([one], [b""])[0] for one in several)
+    assert together == [head + one for head, one in zip(heads, alone, strict=True)]
     for coded, (plane, _) in zip(together, several, strict=True):
-        decoded = planes.decode_exactly(memoryview(coded), plane.size, 1)
+        decoded = planes.decode_exactly(memoryview(coded)[1:], plane.size, 1)
         assert (decoded == plane[0]).all()
 
 
