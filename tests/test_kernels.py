@@ -1,5 +1,9 @@
 """Compiled passes give what numpy's give, bit for bit; coding is the same with both."""
 
+import os
+import subprocess
+import sys
+
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -20,12 +24,17 @@ def as_bytes(seed, count, word_bytes, *, calm):
     return rng.integers(0, 100, count).astype(word).view(np.uint8)
 
 
-@pytest.fixture(params=[True, False], ids=["numba", "numpy"])
+@pytest.fixture(params=["numba", "large", "numpy"])
 def compiled(request, monkeypatch):
-    """With and without compiled passes, for contents of any size."""
-    monkeypatch.setattr(kernels, "AVAILABLE", request.param)
+    """With and without compiled passes, for contents of any size.
+
+    Of large ones some are not compiled, as they would keep the interpreter's lock.
+    """
+    monkeypatch.setattr(kernels, "AVAILABLE", request.param != "numpy")
     monkeypatch.setattr(kernels, "_LEAST_BYTES", 0)
-    return request.param
+    if request.param == "large":
+        monkeypatch.setattr(kernels, "_MOST_BYTES", 0)
+    return request.param != "numpy"
 
 
 def test_they_are_here():
@@ -167,6 +176,43 @@ def test_small_contents_do_not_wait_for_a_compiler():
     """An import and a compilation would take longer than all of their coding."""
     assert not kernels.pay(kernels._LEAST_BYTES - 1)
     assert kernels.pay(kernels._LEAST_BYTES)
+
+
+_EVERY_PASS = """
+import numpy as np
+from orbax_delta import codecs, kernels, sparse
+old = np.random.default_rng(0).integers(0, 256, kernels._LEAST_BYTES, np.uint8)
+new = old.copy()
+new[::999] += 1
+(found,) = sparse.find([sparse.Pair(new, old, 4, most=new.size)])
+delta = codecs.encode_delta(new, old, 4, found)
+codecs.decode(delta.form, delta.payload, old, old.size, 4)
+codecs.carry_over(new, old, delta, 4)
+names = ("find", "pack", "change", "carry")
+stats = [getattr(kernels.of(4), name).stats for name in names]
+print(sum(sum(stat.cache_hits.values()) for stat in stats))
+print(sum(sum(stat.cache_misses.values()) for stat in stats))
+"""
+
+
+def test_compiled_once_on_a_machine(tmp_path):
+    """The second process finds what the first one has compiled."""
+    counts = []
+    for _ in range(2):
+        ran = subprocess.run(
+            [sys.executable, "-c", _EVERY_PASS],
+            env={
+                **os.environ,
+                "NUMBA_CACHE_DIR": str(tmp_path),
+                "JAX_PLATFORMS": "cpu",
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        counts.append(tuple(map(int, ran.stdout.split())))
+    assert counts == [(0, 4), (4, 0)]
 
 
 def test_no_folder_for_compiled_code(monkeypatch):
