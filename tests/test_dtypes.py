@@ -16,7 +16,9 @@ PACKED |= {name: 1 for name in ("int1", "uint1") if hasattr(ml_dtypes, name)}
 ML_NAMES = sorted(
     name
     for name, value in vars(ml_dtypes).items()
-    if isinstance(value, type) and issubclass(value, np.generic)
+    if isinstance(value, type)
+    and issubclass(value, np.generic)
+    and value.__name__ == name  # 0.7 leaves a variable behind
 )
 NUMPY_NAMES = [
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
