@@ -1,8 +1,9 @@
 """Compiled passes over words, where numba is installed (the extra `fast`).
 
-What numpy does in a dozen passes is one pass here, without the interpreter's lock, so
-that it is several times as fast and threads do not wait for each other. The bytes are
-the same; `tests/test_kernels.py` compares them. Does not belong here: coding.
+What numpy does in a dozen passes is one pass here, several times as fast. Long ones let
+go of the interpreter's lock and short ones keep it, so that threads rarely wait for
+each other (DESIGN.md, decision 84). The bytes are the same; `tests/test_kernels.py`
+compares them. Does not belong here: coding.
 """
 
 import functools
@@ -142,6 +143,25 @@ def of(word_bytes: int) -> Kernels:
             change = word(word(value >> unit) ^ word(zero - word(value & unit)))
             out[i] = word(change + old[i])
 
+    change, pack, carry = map(compiler(nogil=False), _brief(word_bytes))
+    return Kernels(
+        split=compiled(split),
+        join=compiled(join),
+        subtract=compiled(subtract),
+        add=compiled(add),
+        find=compiled(_finder(word_bytes)),
+        change=change,
+        pack=pack,
+        carry=carry,
+    )
+
+
+def _brief(word_bytes: int) -> tuple[Callable[..., Any], ...]:
+    """`change`, `pack` and `carry` of `Kernels`, not yet compiled."""
+    word = _WORDS[word_bytes]
+    width, zero, unit, byte = word_bytes, word(0), word(1), word(255)
+    shifts = np.arange(0, 8 * word_bytes, 8).astype(word)
+
     def change(
         planes: np.ndarray, gap_bytes: int, words: np.ndarray, undo: bool
     ) -> int:
@@ -197,17 +217,7 @@ def of(word_bytes: int) -> Kernels:
         for i in range(positions.size):
             old[positions[i]] = new[positions[i]]
 
-    short = compiler(nogil=False)
-    return Kernels(
-        split=compiled(split),
-        join=compiled(join),
-        subtract=compiled(subtract),
-        add=compiled(add),
-        find=compiled(_finder(word_bytes)),
-        change=short(change),
-        pack=short(pack),
-        carry=short(carry),
-    )
+    return change, pack, carry
 
 
 @functools.cache

@@ -65,7 +65,7 @@ def _scratch_planes(content_bytes: int, word_bytes: int) -> np.ndarray:
 
 
 def _encoded(planes: np.ndarray) -> bytes | memoryview:
-    return _joined(_flat(_coded(planes, list(map(_is_of_one_value, planes)))))
+    return _joined(_flat(_coded(list(planes), [_is_of_one_value(p) for p in planes])))
 
 
 def _is_of_one_value(plane: Bytes) -> bool:
@@ -97,24 +97,24 @@ def encode_all(
 _Coded = tuple[bytes, bytes | memoryview]
 
 
-def _coded(planes: Iterable[Bytes], same: Sequence[bool]) -> list[_Coded]:
+def _coded(planes: Sequence[Bytes], same: Sequence[bool]) -> list[_Coded]:
     """Header and data of each plane.
 
     Small planes, and pieces of others that tell how to code them, take one call: each
     lets go of the interpreter's lock, and to get it back costs more.
     """
-    listed = list(planes)
     tried = {
         index: plane.data if plane.size <= _SMALL_PLANE_BYTES else _probe(plane)
-        for index, plane in enumerate(listed)
+        for index, plane in enumerate(planes)
         if not same[index]
     }
     frames = dict(zip(tried, entropy.all_by_matches(list(tried.values())), strict=True))
     coded: list[_Coded] = []
-    for index, plane in enumerate(listed):
+    for index, plane in enumerate(planes):
         method, data = _RAW, plane.data
-        if same[index]:  # of nothing in particular, where there are no words
-            method, data = (_FILL, plane[:1].data) if plane.size else (_RAW, plane.data)
+        if index not in tried:
+            if plane.size:  # else of nothing in particular
+                method, data = _FILL, plane[:1].data
         else:
             frame = frames[index]
             if plane.size > _SMALL_PLANE_BYTES:

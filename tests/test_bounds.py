@@ -16,7 +16,7 @@ import strategies
 from hostile import Judge, item_folder, part_file
 
 import orbax_delta
-from orbax_delta import codecs, frames, grids, lanes, parts, planes, sparse
+from orbax_delta import codecs, frames, grids, kernels, lanes, parts, planes, sparse
 from orbax_delta.codecs import Form
 from orbax_delta.dtypes import Rule
 from orbax_delta.errors import (
@@ -142,6 +142,16 @@ def test_any_payload_takes_memory_by_its_content_alone(form, word_bytes):
     )
     assert error is None
     assert peak < len(payload) + _CONTENT_FACTOR * size
+
+
+def test_a_large_chunk_does_not_take_its_room_for_each_small_one_beside_it():
+    """What is compared together has room by the largest, so that one goes alone."""
+    contents = [np.zeros(8 << 20, np.uint8)]
+    contents += [np.zeros(128 << 10, np.uint8)] * (kernels.TOGETHER - 1)
+    pairs = [sparse.Pair(c, c, 4, most=c.size // 32) for c in contents]
+    sparse.find(pairs)  # what is compiled stays, and what a thread keeps
+    peak, _ = peak_bytes(lambda: sparse.find(pairs))
+    assert peak < contents[0].size // 2
 
 
 @pytest.mark.parametrize("form", sorted(codecs.GRID_FORMS))
